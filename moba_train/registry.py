@@ -145,6 +145,8 @@ WEIGHT_SOURCES: Registry[Any] = Registry("moba_train.weight_sources", "source of
 """Subclasses of `resolve.initial_weights.WeightSource`."""
 OPTIMIZERS: Registry[Any] = Registry("moba_train.optimizers", "optimizer", ("Options", "build", "state_bytes"))
 """Objects `optim.spec.OptimizerSpec`."""
+ADAMW_KERNELS: Registry[Any] = Registry("moba_train.adamw_kernels", "kernel of AdamW", ("problem", "state_device"))
+"""Subclasses of `optim.adamw.KernelAdamW`."""
 OBJECTIVES: Registry[Any] = Registry("moba_train.objectives", "objective", ("Options", "prepare", "of_chunk"))
 """Subclasses of `model.objective.Objective`."""
 TRANSPORTS: Registry[Any] = Registry("moba_train.transports", "transport", ("make", "cost", "check_sizes"))

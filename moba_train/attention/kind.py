@@ -176,6 +176,12 @@ class AttentionKind(ABC):
         return None
 
     @classmethod
+    def projects(cls, options: Section) -> bool:
+        """True if the kind's parameters project the layer's input and its output, which then is [T, D]: it is a kind
+        for bare layers (`ModelConfig.bare_layers`), and alone there, also where others get full attention."""
+        return False
+
+    @classmethod
     def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
         """Initial values of the parameter of this name in `parameters`, drawn with `generator` on its device.
 

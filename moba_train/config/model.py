@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from moba_train.config.base import Length, OpenSection, Section
 from moba_train.config.layers import PATTERNS, LayerPattern, by_layer, layer_ids, plain_keys
@@ -17,18 +17,24 @@ LARGEST_WIDTH = 1 << 24
 class LayerRope(Section):
     """Rotary position embedding of a layer, see `RopeConfig`."""
 
-    kind: Literal["none", "abf", "pi", "yarn", "llama3", "nope"] = Field(
+    kind: Literal["none", "abf", "pi", "yarn", "llama3", "longrope", "nope"] = Field(
         "none", description="how the embedding is fitted to longer contexts"
     )
     theta: float = Field(10_000.0, gt=1, description="base of the rotary frequencies")
     factor: float = Field(
-        1.0, ge=1, description="how far positions are stretched (pi, yarn, llama3): new / trained length"
+        1.0, ge=1, description="how far positions are stretched (pi, yarn, llama3, longrope): new / trained length"
     )
-    original_seq_len: Length | None = Field(None, description="yarn, llama3: length trained before")
+    original_seq_len: Length | None = Field(None, description="yarn, llama3, longrope: length trained before")
     beta_fast: float | None = Field(
         None, gt=0, description="turns in original_seq_len from which a frequency stays; null: 32 (yarn), 4 (llama3)"
     )
     beta_slow: float = Field(1.0, gt=0, description="turns in original_seq_len up to which a frequency is stretched")
+    truncate: bool = Field(True, description="yarn: between the two lie whole frequencies; false: parts too (gpt-oss)")
+    short_factors: tuple[PositiveFloat, ...] = Field(
+        (), description="longrope: each frequency is divided by its factor, in sequences up to original_seq_len"
+    )
+    long_factors: tuple[PositiveFloat, ...] = Field((), description="longrope: the factors in longer sequences")
+    seq_len: Length | None = Field(None, description="longrope: length of the sequences; null: the stage's")
 
     fraction: float = Field(1.0, gt=0, le=1, description="part of each head's dimensions that turns, the first ones")
 
@@ -46,7 +52,9 @@ class RopeConfig(LayerRope):
     2023, arXiv:2309.00071) does so only for frequencies that turn less than `beta_slow` times in `original_seq_len`,
     not for those that turn more than `beta_fast` times, in between partly, and sharpens the attention. `llama3` is the
     same idea in Llama 3.1, without the sharpening; `beta_slow` and `beta_fast` are its low and high frequency factors.
-    `nope` turns nothing: no positional embedding (Kazemnejad et al. 2023, arXiv:2305.19466).
+    `longrope` (Ding et al. 2024, arXiv:2402.13753) divides each frequency by its own factor and sharpens the
+    attention; there are two lists of factors, of which a stage takes one by the length of its sequences. `nope` turns
+    nothing: no positional embedding (Kazemnejad et al. 2023, arXiv:2305.19466).
     """
 
     overrides: dict[int | str, dict[str, Any]] = Field(
@@ -96,6 +104,7 @@ class ModelConfig(OpenSection):
         False, description="RMSNorm over each query and key head (Qwen3); all_heads: over all of them at once (OLMo-2)"
     )
     qkv_bias: bool = Field(False, description="bias in the query, key and value projections (Qwen2)")
+    o_bias: bool = Field(False, description="bias in the output projection of attention (gpt-oss)")
     norms: Literal["pre", "post", "both"] = Field(
         "pre", description="RMSNorm before attention and feed-forward (Llama), behind them (OLMo-2), both (Gemma)"
     )
@@ -109,6 +118,7 @@ class ModelConfig(OpenSection):
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; null: head_dim ** -0.5")
     residual_scale: float = Field(1.0, gt=0, description="factor on what attention and feed-forward add")
     logits_divisor: float = Field(1.0, gt=0, description="logits are divided by it (Granite)")
+    logits_cap: float | None = Field(None, gt=0, description="logits become cap tanh(logits / cap) (Gemma 2)")
     sink_layers: LayerPattern = Field(
         "none", description=f"layers with a learned sink, a logit of each head without a value (gpt-oss): {PATTERNS}"
     )
@@ -118,6 +128,9 @@ class ModelConfig(OpenSection):
     gate_layers: LayerPattern = Field(
         "none", description=f"layers whose attention's output is gated (Qwen3-Next): {PATTERNS}"
     )
+    bare_layers: LayerPattern = Field(
+        "none", description=f"layers without projections, whose attention kind has its own, such as gdn: {PATTERNS}"
+    )
     init_std: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
 
     @property
@@ -125,14 +138,19 @@ class ModelConfig(OpenSection):
         """Width of one attention head, given or derived."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.heads
 
+    def is_bare(self, layer: int) -> bool:
+        """True if a layer has no projections but those of its attention kind."""
+        return layer in layer_ids(self.bare_layers, self.layers)
+
     def has_sink(self, layer: int) -> bool:
         """True if a layer's attention has a learned sink."""
-        return layer in layer_ids(self.sink_layers, self.layers)
+        return layer in layer_ids(self.sink_layers, self.layers) and not self.is_bare(layer)
 
     def gates(self, layer: int) -> int:
         """Gates of a layer's attention; 0 without."""
         width = 1 if self.output_gate == "head" else self.head_width
-        return self.heads * width if layer in layer_ids(self.gate_layers, self.layers) else 0
+        gated = layer in layer_ids(self.gate_layers, self.layers) and not self.is_bare(layer)
+        return self.heads * width if gated else 0
 
     @property
     def given_feed_forwards(self) -> dict[str, Section]:

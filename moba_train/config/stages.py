@@ -107,9 +107,12 @@ class Stage:
         )
 
 
-def merge_rope(base: RopeConfig, over: RopeConfig | None) -> RopeConfig:
-    """`over` laid on `base`: only keys that `over` sets explicitly win, so that `pi` keeps the model's `theta`."""
-    return base if over is None else base.model_copy(update=over.model_dump(exclude_unset=True))
+def merge_rope(base: RopeConfig, over: RopeConfig | None, seq_len: int) -> RopeConfig:
+    """`over` laid on `base`: only keys that `over` sets explicitly win, so that `pi` keeps the model's `theta`. Of a
+    stage with sequences of `seq_len`."""
+    rope = base if over is None else base.model_copy(update=over.model_dump(exclude_unset=True))
+    has_length = rope.kind != "longrope" or rope.seq_len is not None
+    return rope if has_length else rope.model_copy(update={"seq_len": seq_len})
 
 
 def merge_parallel(base: ParallelConfig, over: ContextParallelConfig | None) -> ParallelConfig:
@@ -135,7 +138,7 @@ def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
                 seq_len=stage.seq_len,
                 batch_tokens=batch_tokens,
                 micro_batch_size=stage.micro_batch_size or config.micro_batch_size,
-                rope=merge_rope(config.model.rope, stage.rope),
+                rope=merge_rope(config.model.rope, stage.rope, stage.seq_len),
                 attention=resolve_layers(merge_attention(config.attention, stage.attention), config.model.layers),
                 parallel=merge_parallel(config.parallel, stage.parallel),
                 sources=tuple(stage.train or config.data.train),

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 
 from moba_train.attention.full import FullAttention
+from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
@@ -40,9 +41,16 @@ def name_of(layers: Layers) -> str:
     return "+".join(sorted({layer.kind for layer in layers} - {"full"})) or "full"
 
 
+def full_attention(layer: LayerAttention) -> LayerAttention:
+    """Full attention for a layer; a bare one keeps its own, as it has no projections for another one."""
+    bare = KINDS[layer.kind].projects(layer.options)
+    return layer if bare else LayerAttention("full", FullAttention.Options())
+
+
 def with_full(layers: Layers) -> dict[str, Layers]:
-    """These layers by their name and, unless all of them have full attention, full attention in every layer."""
-    full = tuple(LayerAttention("full", FullAttention.Options()) for _ in layers)
+    """These layers by their name and, unless all of them have full attention, full attention in every layer that is
+    not bare."""
+    full = tuple(full_attention(layer) for layer in layers)
     return {name_of(layers): layers} | ({"full": full} if name_of(layers) != "full" else {})
 
 

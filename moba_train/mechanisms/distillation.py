@@ -24,7 +24,7 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.model.build import build_attention
 from moba_train.model.feed_forward import count_tokens
-from moba_train.model.loss import LossTokens
+from moba_train.model.loss import LossTokens, capped
 from moba_train.model.objective import Objective
 from moba_train.model.transformer import Transformer
 
@@ -50,6 +50,7 @@ class Distillation(Objective):
     def __init__(self, options: DistillOptions) -> None:
         self._options = options
         self._due = False
+        self._cap: float | None = None
         self._sums: Tensor | None = None
         """Cross entropy and divergence of this rank's loss tokens in the step so far, [2]."""
 
@@ -62,9 +63,10 @@ class Distillation(Objective):
         """The teacher's last hidden states [n, D]; nothing in evaluations, and in steps that do not distil."""
         if not (self._due and torch.is_grad_enabled()):
             return ()
+        self._cap = model.config.logits_cap
         own = model.attention_kinds()
-        full = LayerAttention("full", FullAttention.Options())
-        model.set_attention(build_attention([full] * model.config.layers, model.config.head_width))
+        (full,) = build_attention([LayerAttention("full", FullAttention.Options())], model.config.head_width)
+        model.set_attention([kind if kind.projects(kind.options) else full for kind in own])
         count_tokens(model, None)  # experts count the student's choices alone
         try:
             with torch.no_grad():
@@ -81,10 +83,10 @@ class Distillation(Objective):
         (teacher_nD,) = prepared
         share = self._options.weight
         tau = self._options.temperature
-        logits_nV = F.linear(hidden_nD, weight_VD).float()
+        logits_nV = capped(F.linear(hidden_nD, weight_VD).float(), self._cap)
         entropy = (F.cross_entropy(logits_nV, labels_n, reduction="none") * weights_n).sum()
         with torch.no_grad():
-            target_nV = (F.linear(teacher_nD, weight_VD).float() / tau).log_softmax(-1)
+            target_nV = (capped(F.linear(teacher_nD, weight_VD).float(), self._cap) / tau).log_softmax(-1)
         student_nV = (logits_nV / tau).log_softmax(-1)
         kl_n = F.kl_div(student_nV, target_nV, reduction="none", log_target=True).sum(-1)
         divergence = (kl_n * weights_n).sum()

@@ -121,13 +121,16 @@ def sink_bands(layout: Layout, window: int, sinks: int, tile: int) -> Iterator[B
 class WindowAttention(LocalAttention):
     """Every query attends to the last `window` tokens of its document, its own included, and to the first `sinks`."""
 
-    def __init__(self, window: int, head_dim: int, backend: str = "auto", sinks: int = 0) -> None:
-        """`backend`: auto, or reference for plain PyTorch on any device."""
+    def __init__(
+        self, window: int, head_dim: int, backend: str = "auto", sinks: int = 0, cap: float | None = None
+    ) -> None:
+        """`backend`: auto, or reference for plain PyTorch on any device, which alone has a `cap` of the scores."""
         self.window = window
         self.sinks = sinks
         self.facts = AttentionFacts(work_grows=False, exchange=None if sinks else WindowExchange(window))
         self.scale = head_dim**-0.5
         self.backend = backend
+        self.cap = cap
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
         """Nothing: a window selects nothing."""
@@ -165,7 +168,7 @@ class WindowAttention(LocalAttention):
     ) -> tuple[Tensor, Tensor]:
         k_sKD, v_sKD = k_SKD[band.key_rows], v_SKD[band.key_rows]
         if kernel is None:
-            return masked_attend(q_tHD, k_sKD, v_sKD, self._mask(layout, band), self.scale, prefix=False)
+            return masked_attend(q_tHD, k_sKD, v_sKD, self._mask(layout, band), self.scale, prefix=False, cap=self.cap)
         return kernel.forward(q_tHD, k_sKD, v_sKD, self._segments(layout, band), self.scale)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
@@ -181,7 +184,8 @@ class WindowAttention(LocalAttention):
             for heads, kv_heads in heads_at_once(part.q, part.k):
                 slices = part.part(heads=heads, kv_heads=kv_heads)
                 if kernel is None:
-                    grads = masked_attend_backward(slices, self._mask(layout, band), self.scale, prefix=False)
+                    mask = self._mask(layout, band)
+                    grads = masked_attend_backward(slices, mask, self.scale, prefix=False, cap=self.cap)
                 else:
                     fixed_order = torch.are_deterministic_algorithms_enabled()
                     grads = kernel.backward(slices, self._segments(layout, band), self.scale, deterministic=fixed_order)

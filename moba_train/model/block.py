@@ -87,32 +87,38 @@ class Attention(nn.Module):
         width = config.head_width
         bias = config.qkv_bias
         self.head_dim = width
-        self.q_proj = nn.Linear(config.hidden_size, config.heads * width, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.kv_heads * width, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.kv_heads * width, bias=bias)
-        self.o_proj = nn.Linear(config.heads * width, config.hidden_size, bias=False)
-        self._norms_all_heads = config.qk_norm == "all_heads"
-        together = (config.heads, config.kv_heads) if self._norms_all_heads else (1, 1)
-        norms = [norm_of(config, heads * width) if config.qk_norm else nn.Identity() for heads in together]
-        self.q_norm, self.k_norm = norms
         self._q_scale = 1.0 if config.attention_scale is None else config.attention_scale * width**0.5
         """Factor on queries: kernels multiply scores by head_dim ** -0.5."""
-        if gates := config.gates(layer):
-            self.output_gate = nn.Linear(config.hidden_size, gates, bias=False)
-        if config.has_sink(layer):
-            self.sink = Sink(config.heads)
         for name, module in kind_parameters.items():
             self.add_module(name, module)
         self.kind: AttentionKind | None = None
         self.engine: Engine = LOCAL_ENGINE
         self.rope: LayerRope = config.rope
+        self._is_bare = config.is_bare(layer)
+        if self._is_bare:
+            return
+        self.q_proj = nn.Linear(config.hidden_size, config.heads * width, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.kv_heads * width, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.kv_heads * width, bias=bias)
+        self.o_proj = nn.Linear(config.heads * width, config.hidden_size, bias=config.o_bias)
+        self._norms_all_heads = config.qk_norm == "all_heads"
+        together = (config.heads, config.kv_heads) if self._norms_all_heads else (1, 1)
+        norms = [norm_of(config, heads * width) if config.qk_norm else nn.Identity() for heads in together]
+        self.q_norm, self.k_norm = norms
+        if gates := config.gates(layer):
+            self.output_gate = nn.Linear(config.hidden_size, gates, bias=False)
+        if config.has_sink(layer):
+            self.sink = Sink(config.heads)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """The layer's output [T, D] and, for kinds that have one, the auxiliary loss of each token, float32 [T]."""
         assert self.kind is not None
-        q_THd = self._normalised(self.q_norm, self.q_proj(x_TD))
-        k_TKd = self._normalised(self.k_norm, self.k_proj(x_TD))
-        v_TKd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        if self._is_bare:
+            q_THd = k_TKd = v_TKd = x_TD.new_empty(len(x_TD), 0, self.head_dim)
+        else:
+            q_THd = self._normalised(self.q_norm, self.q_proj(x_TD))
+            k_TKd = self._normalised(self.k_norm, self.k_proj(x_TD))
+            v_TKd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
         if self._q_scale != 1:
             q_THd = self._q_scale * q_THd
         rotate = partial(apply_rope, cos=cos, sin=sin)
@@ -123,7 +129,7 @@ class Attention(nn.Module):
         if "output_gate" in modules:
             gates_THg = self.output_gate(x_TD).unflatten(-1, (out_THd.shape[1], -1))
             out_THd = out_THd * gates_THg.sigmoid()
-        return self.o_proj(out_THd.flatten(1)), auxiliary_T
+        return out_THd.flatten(1) if self._is_bare else self.o_proj(out_THd.flatten(1)), auxiliary_T
 
     def _normalised(self, norm: nn.Module, x_TD: Tensor) -> Tensor:
         if self._norms_all_heads:

@@ -61,7 +61,7 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
         own = _kind_values(parameter, name, seed)
         if own is not None:
             _copy_full(parameter, own)
-        elif parameter.dim() == 1:
+        elif parameter.dim() == 1 or name.endswith(".bias"):
             nn.init.constant_(parameter, _initial_vector(model, name))
         else:
             _copy_full(parameter, drawn_normal(parameter, _initial_std(model, name), name, seed))

@@ -49,9 +49,16 @@ def auxiliary_sums(auxiliary: Sequence[Tensor | None], loss_tokens: LossTokens) 
     return torch.stack(sums)
 
 
-def chunk_loss(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor:
-    """The weighted sum of the losses of a chunk, a float32 scalar. A `ChunkLoss`."""
-    return (_cross_entropy(hidden_nD, weight_VD, labels_n) * weights_n).sum()
+def chunk_loss(
+    hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, weights_n: Tensor, cap: float | None = None
+) -> Tensor:
+    """The weighted sum of the losses of a chunk, a float32 scalar. A `ChunkLoss`. cap: of the logits."""
+    return (_cross_entropy(hidden_nD, weight_VD, labels_n, cap) * weights_n).sum()
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap tanh(logits / cap) (Gemma 2, arXiv:2408.00118); the logits, if there is no cap."""
+    return logits if cap is None else cap * (logits / cap).tanh()
 
 
 class CompiledChunkLoss:
@@ -66,14 +73,16 @@ class CompiledChunkLoss:
         """options: of torch.compile."""
         self._compiled = torch.compile(chunk_loss, dynamic=False, **options)
 
-    def __call__(self, hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor:
+    def __call__(
+        self, hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, weights_n: Tensor, cap: float | None = None
+    ) -> Tensor:
         """The sum of `chunk_loss`."""
         # Rows of weight 0 add nothing to loss and gradients.
         missing = filled_rows(len(labels_n)) - len(labels_n)
         if missing:
             hidden_nD = F.pad(hidden_nD, (0, 0, 0, missing))
             labels_n, weights_n = (F.pad(x, (0, missing)) for x in (labels_n, weights_n))
-        return self._compiled(hidden_nD, weight_VD, labels_n, weights_n)
+        return self._compiled(hidden_nD, weight_VD, labels_n, weights_n, cap)
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -161,15 +170,17 @@ class _LossSum(torch.autograd.Function):
 
 
 @torch.no_grad()
-def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n: Tensor) -> Tensor:
+def token_losses(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n: Tensor, cap: float | None = None
+) -> Tensor:
     """Loss (nats) of each token, float32 [n], for evaluation: without gradient, a chunk of logits at a time.
 
     hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden`; labels int64 [n] belong to those rows.
     """
     chunks = _chunks(len(weight_VD), index_n, labels_n)
-    return torch.cat([_cross_entropy(hidden_TD[index], weight_VD, labels) for index, labels in chunks])
+    return torch.cat([_cross_entropy(hidden_TD[index], weight_VD, labels, cap) for index, labels in chunks])
 
 
-def _cross_entropy(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor) -> Tensor:
+def _cross_entropy(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, cap: float | None) -> Tensor:
     logits_nV = F.linear(hidden_nD, weight_VD).to(torch.promote_types(hidden_nD.dtype, torch.float32))
-    return F.cross_entropy(logits_nV, labels_n, reduction="none")
+    return F.cross_entropy(capped(logits_nV, cap), labels_n, reduction="none")

@@ -4,6 +4,7 @@ Positions are arguments, never row numbers: packed documents, context parallelis
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,12 +24,28 @@ def rope_frequencies(config: LayerRope, head_dim: int, device: torch.device | st
         return _interpolate(frequencies, config.factor, _yarn_ramp(config, head_dim, device))
     if config.kind == "llama3":
         return _interpolate(frequencies, config.factor, _llama3_ramp(config, frequencies))
+    if config.kind == "longrope":
+        assert config.original_seq_len is not None
+        is_short = config.seq_len is not None and config.seq_len <= config.original_seq_len
+        factors = config.short_factors if is_short else config.long_factors
+        return frequencies / torch.tensor(factors, dtype=torch.float64, device=device)
     return frequencies * (config.kind != "nope")
 
 
+def longrope_problems(config: LayerRope, head_dim: int, path: str) -> Iterator[str]:
+    """Lists of longrope that have not one factor for each frequency."""
+    count = int(head_dim * config.fraction) // 2
+    for key, factors in (("short_factors", config.short_factors), ("long_factors", config.long_factors)):
+        if config.kind == "longrope" and len(factors) != count:
+            yield f"{path}.{key}: given {len(factors)} numbers; allowed: {count}, one for each frequency of a head"
+
+
 def attention_factor(config: LayerRope) -> float:
-    """Factor on rotated queries and keys: YaRN's sqrt(1/t) = 0.1 ln(factor) + 1 (Peng et al. 2023, equation 15), 1 for
-    all other embeddings."""
+    """Factor on rotated queries and keys: YaRN's sqrt(1/t) = 0.1 ln(factor) + 1 (Peng et al. 2023, equation 15),
+    LongRoPE's sqrt(1 + ln(factor) / ln(trained length)), 1 for all other embeddings."""
+    if config.kind == "longrope":
+        assert config.original_seq_len is not None
+        return math.sqrt(1 + math.log(config.factor) / math.log(config.original_seq_len))
     return 0.1 * math.log(config.factor) + 1 if config.kind == "yarn" else 1.0
 
 
@@ -48,9 +65,9 @@ def _llama3_ramp(config: LayerRope, frequencies: Tensor) -> Tensor:
 def _yarn_ramp(config: LayerRope, head_dim: int, device: torch.device | str | None) -> Tensor:
     """Ramp of `_interpolate`, float64 [head_dim / 2]: 0 for fast frequencies, 1 for slow ones.
 
-    Follows the authors' code and transformers, which round the ends of the ramp to integer indices and let it grow with
-    the frequency's index. The ramp of the paper (equation 13) grows with the number of turns; the published models do
-    not use it.
+    Follows the authors' code and transformers, which round the ends of the ramp to integer indices, unless told not to,
+    and let it grow with the frequency's index. The ramp of the paper (equation 13) grows with the number of turns; the
+    published models do not use it.
     """
     trained = config.original_seq_len
     assert trained is not None
@@ -58,8 +75,10 @@ def _yarn_ramp(config: LayerRope, head_dim: int, device: torch.device | str | No
     def index(turns: float) -> float:
         return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
-    low = max(math.floor(index(config.fast_turns)), 0)
-    high = min(math.ceil(index(config.beta_slow)), head_dim - 1)
+    fast = index(config.fast_turns)
+    slow = index(config.beta_slow)
+    low = max(math.floor(fast) if config.truncate else fast, 0)
+    high = min(math.ceil(slow) if config.truncate else slow, head_dim - 1)
     indices = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
     return ((indices - low) / max(high - low, 1e-3)).clamp(0, 1)
 

@@ -149,12 +149,13 @@ def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterC
 
 def _block_parameters(model: ModelConfig, layer: int) -> tuple[int, int, int]:
     """Parameters of a layer's attention, feed-forward and norms, without those of attention kinds."""
-    biases = (model.heads + 2 * model.kv_heads) * model.head_width if model.qkv_bias else 0
+    biases = model.qkv_bias * (model.heads + 2 * model.kv_heads) * model.head_width + model.o_bias * model.hidden_size
     normed_heads = {False: 0, True: 2, "all_heads": model.heads + model.kv_heads}[model.qk_norm]
+    has = not model.is_bare(layer)
     return (
-        attention_matrices(model, layer) + biases + model.heads * model.has_sink(layer),
+        attention_matrices(model, layer) + has * biases + model.heads * model.has_sink(layer),
         feed_forward_costs(model, layer).parameters,
-        (4 if model.norms == "both" else 2) * model.hidden_size + normed_heads * model.head_width,
+        (4 if model.norms == "both" else 2) * model.hidden_size + has * normed_heads * model.head_width,
     )
 
 
@@ -162,8 +163,8 @@ def attention_matrices(model: ModelConfig, layer: int | None = None) -> int:
     """Weights of a layer's query, key, value and output projections and of its output gate, without biases; None: mean
     of all layers."""
     layers = range(model.layers) if layer is None else (layer,)
-    gates = sum(map(model.gates, layers)) // len(layers)
-    return model.hidden_size * (2 * (model.heads + model.kv_heads) * model.head_width + gates)
+    heads = 2 * (model.heads + model.kv_heads) * model.head_width
+    return model.hidden_size * sum((not model.is_bare(n)) * heads + model.gates(n) for n in layers) // len(layers)
 
 
 def kind_prefix(layer: int, kind: str) -> str:

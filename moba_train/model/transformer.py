@@ -20,6 +20,7 @@ from moba_train.model.loss import (
     LossSums,
     LossTokens,
     auxiliary_sums,
+    capped,
     chunk_loss,
     token_losses,
     weighted_loss_sum,
@@ -111,12 +112,15 @@ class Transformer(nn.Module):
         """Logits [n, V] of the rows `rows_n` (all when None), in the compute dtype, from the normalised residual stream
         [T, D]."""
         hidden_nD = hidden_TD if rows_n is None else hidden_TD[rows_n]
-        return self._with_output_weight(partial(F.linear, hidden_nD))
+        return capped(self._with_output_weight(partial(F.linear, hidden_nD)), self.config.logits_cap)
 
     def loss_sum(self, hidden_TD: Tensor, loss_tokens: LossTokens, prepared: tuple[Tensor, ...] = ()) -> Tensor:
         """Weighted sum of the losses of the rows in `loss_tokens`, from the normalised residual stream; that of the
         objective for what it has `prepared`."""
-        of_chunk = self.objective.of_chunk if self.objective is not None and prepared else self.chunk_loss
+        cap = self.config.logits_cap
+        of_chunk = self.chunk_loss if cap is None else partial(self.chunk_loss, cap=cap)
+        if self.objective is not None and prepared:
+            of_chunk = self.objective.of_chunk
         return self._with_output_weight(
             lambda weight_VD: weighted_loss_sum(hidden_TD, weight_VD, *loss_tokens, of_chunk, prepared)
         )
@@ -125,7 +129,8 @@ class Transformer(nn.Module):
         """Loss (nats) of each row in `loss_tokens`, float32 [n], unweighted, without gradient, from the normalised
         residual stream [T, D]."""
         labels_n, index_n, _ = loss_tokens
-        return self._with_output_weight(lambda weight_VD: token_losses(hidden_TD, weight_VD, labels_n, index_n))
+        cap = self.config.logits_cap
+        return self._with_output_weight(lambda weight_VD: token_losses(hidden_TD, weight_VD, labels_n, index_n, cap))
 
     def _with_output_weight(self, use: Callable[[Tensor], Tensor]) -> Tensor:
         """The result of `use` for the weight of the output projection, [V, D]; it is the embedding's own when tied.

@@ -21,6 +21,7 @@ from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import ALL_PARAMETERS, Stage, merge_rope
 from moba_train.memory.devices import Device
 from moba_train.model.build import build_attention, build_model
+from moba_train.model.rope import longrope_problems
 from moba_train.model.spec import ModelSpec, kind_of_parameter
 from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.spec import is_trainable
@@ -68,7 +69,7 @@ def part_problems(
     )
     problems = [
         *_model_problems(model),
-        *_rope_problems(model.rope, model.layers, "model.rope", allow_idle),
+        *_rope_problems(model.rope, model, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
         *_objective_problems(config.stages, parallel.pp),
         *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
@@ -109,7 +110,7 @@ def stage_problems(
         *row_problems(stages, [evaluated_sequences(run.evaluation, setting) for setting in settings]),
         *evaluation_problems(run.evaluation, settings),
         *exit_problems(run.evaluation, settings, config.stages, run.optim.schedule),
-        *_sink_problems(config.model, stages),
+        *_layer_problems(config.model, stages),
         *_trainable_problems(spec, stages),
         *(() if allow_idle else exclude_problems(spec, config.precision)),
     ]
@@ -132,9 +133,8 @@ def layout_problems(
     meshes, problems = stage_meshes(config.parallel, config.stages, world)
     for index, stage in enumerate(config.stages):
         if stage.rope is not None:
-            problems += _rope_problems(
-                merge_rope(model.rope, stage.rope), model.layers, f"stages[{index}].rope", allow_idle
-            )
+            rope = merge_rope(model.rope, stage.rope, stage.seq_len)
+            problems += _rope_problems(rope, model, f"stages[{index}].rope", allow_idle)
         micro_batch_size = stage.micro_batch_size or config.micro_batch_size
         problems += batch_problems(index, stage, config.batch_tokens, micro_batch_size, meshes[index])
     ranks_per_node = world.ranks_per_node if world is not None else None
@@ -248,23 +248,28 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     elif model.head_width % 2:
         key = "model.head_dim" if model.head_dim is not None else "model.hidden_size / model.heads"
         yield f"{key}: gives heads of width {model.head_width}; allowed: even widths (rotary embedding turns pairs)"
-    for name, pattern in (("sink_layers", model.sink_layers), ("gate_layers", model.gate_layers)):
+    for name in ("sink_layers", "gate_layers", "bare_layers"):
         try:
-            layer_ids(pattern, model.layers)
+            layer_ids(getattr(model, name), model.layers)
         except ValueError as error:
             yield f"model.{name}: {error}"
 
 
-def _sink_problems(model: ModelConfig, stages: Sequence[Stage]) -> Iterator[str]:
-    """Layers with a learned sink whose attention is more than one softmax."""
+def _layer_problems(model: ModelConfig, stages: Sequence[Stage]) -> Iterator[str]:
+    """Layers with a learned sink whose attention is more than one softmax, and layers without the projections that
+    their kind needs, or with some that it does not."""
     for stage in stages:
         for layer, kind in enumerate(build_attention(stage.attention, model.head_width)):
+            which = f"kind {kind.name!r} of stage {stage.name!r}"
             one = kind.facts.takes_sink and all(attention.facts.merges for attention in kind.attentions)
             if not one and model.has_sink(layer):
                 yield (
-                    f"model.sink_layers: gives layer {layer} a sink, which kind {kind.name!r} of stage {stage.name!r} "
-                    "cannot have; allowed: kinds with one softmax, such as full, moba and window"
+                    f"model.sink_layers: gives layer {layer} a sink, which {which} cannot have; allowed: kinds "
+                    "with one softmax, such as full, moba and window"
                 )
+            if kind.projects(kind.options) != (bare := model.is_bare(layer)):
+                words = ("names", "needs its projections") if bare else ("does not name", "has projections of its own")
+                yield f"model.bare_layers: {words[0]} layer {layer}, where {which} {words[1]}"
 
 
 def _precision_problems(
@@ -326,34 +331,35 @@ def _memory_problems(
         )
 
 
-def _rope_problems(rope: RopeConfig, layers: int, path: str, allow_idle: bool) -> Iterator[str]:
+def _rope_problems(rope: RopeConfig, model: ModelConfig, path: str, allow_idle: bool) -> Iterator[str]:
     try:
-        ropes = rope.by_layer(layers)
+        ropes = rope.by_layer(model.layers)
     except ValueError as error:
         yield f"{path}.overrides: {error}"
         return
     for one in dict.fromkeys(ropes):
-        yield from _layer_rope_problems(one, path, allow_idle)
+        yield from _layer_rope_problems(one, model.head_width, path, allow_idle)
 
 
-def _layer_rope_problems(rope: LayerRope, path: str, allow_idle: bool) -> Iterator[str]:
+def _layer_rope_problems(rope: LayerRope, width: int, path: str, allow_idle: bool) -> Iterator[str]:
     if rope.kind == "nope":  # in some layers, where the other keys are the others'
         return
-    if rope.factor != 1 and rope.kind not in ("pi", "yarn", "llama3"):
+    if rope.factor != 1 and rope.kind not in ("pi", "yarn", "llama3", "longrope"):
         yield (
-            f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn or "
-            "llama3, or factor: 1"
+            f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn, llama3 "
+            "or longrope, or factor: 1"
         )
     if rope.factor == 1 and rope.kind in ("pi", "yarn", "llama3") and not allow_idle:
         yield (
             f"{path}.factor: given 1, with which kind {rope.kind!r} changes nothing; set the new length / the trained "
             "length, more than 1, or kind: none"
         )
-    if rope.kind not in ("yarn", "llama3"):
+    if rope.kind not in ("yarn", "llama3", "longrope"):
         return
     if rope.original_seq_len is None:
         yield f"{path}.original_seq_len: missing; kind {rope.kind} needs the length that was trained before"
-    if rope.fast_turns <= rope.beta_slow:
+    yield from longrope_problems(rope, width, path)
+    if rope.kind != "longrope" and rope.fast_turns <= rope.beta_slow:
         yield f"{path}.beta_fast: given {rope.fast_turns:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
 
 

@@ -52,6 +52,10 @@ class WeightSource(ABC):
     def load(self, model: Transformer, folder: Path) -> str:
         """Fill a model, sharded or not, and say in a phrase from what."""
 
+    def kinds(self, folder: Path) -> Mapping[tuple[int, str], Shapes]:
+        """Parameters of the attention kinds that `load` fills, by layer and kind."""
+        return {}
+
     def warnings(self, folder: Path, layers: Sequence[LayerAttention]) -> Iterator[str]:
         """Sentences about a run that begins from `folder` with this attention in its layers."""
         return iter(())
@@ -95,7 +99,8 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     own = {name for name in parameters if kind_of_parameter(name)}
     if foreign is not None:
         source = foreign.load(model, folder)
-        missing = own
+        filled = tuple(kind_prefix(*key) for key in foreign.kinds(folder))
+        missing = {name for name in own if not name.startswith(filled)}
         left_out: set[str] = set()
     else:
         theirs = {kind_prefix(layer, kind) for layer, kind in _source_kinds(folder)}
@@ -152,8 +157,8 @@ def initial_tokenizers(folder: Path) -> list[str]:
 
 def _source_kinds(folder: Path) -> Mapping[tuple[int, str], Shapes]:
     """Parameters of the attention kinds of the model in `folder`, by layer and kind."""
-    if foreign_source(folder):
-        return {}
+    if source := foreign_source(folder):
+        return source.kinds(folder)
     checkpoint, _held = find_checkpoint(folder)
     return resolve_unchecked(saved_recipe(checkpoint)).setup.spec.kind_shapes
 
@@ -215,7 +220,7 @@ def comparable(model: ModelConfig) -> dict[str, object]:
     if all(map(model.feed_forward, range(model.layers))):
         del values["intermediate_size"]
     values["attention_scale"] = model.attention_scale or model.head_width**-0.5
-    for key in ("sink_layers", "gate_layers"):
+    for key in ("sink_layers", "gate_layers", "bare_layers"):
         values[key] = sorted(layer_ids(values[key], model.layers))
     base = _angles(model.rope)
     own = {layer: _angles(rope) for layer, rope in enumerate(model.rope.by_layer(model.layers))}
@@ -226,7 +231,7 @@ def _angles(rope: LayerRope) -> dict[Any, object]:
     """Keys that determine a layer's angles, equal for equal angles."""
     if rope.kind == "nope":
         return {"kind": "nope"}
-    found = rope.model_dump(include=set(LayerRope.model_fields), exclude_defaults=True)
+    found = rope.model_dump(include={*LayerRope.model_fields} - {"seq_len"}, exclude_defaults=True)
     if rope.kind in ("none", "abf"):  # two names for the same frequencies
         return {"theta": rope.theta, "fraction": rope.fraction}
-    return found if rope.kind == "pi" else found | {"beta_fast": rope.fast_turns}
+    return found if rope.kind in ("pi", "longrope") else found | {"beta_fast": rope.fast_turns}

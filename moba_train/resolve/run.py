@@ -46,6 +46,7 @@ from moba_train.memory.devices import H200, Device
 from moba_train.memory.memory import NO_TRANSPORT, MemoryPolicy, memory_for_buffers
 from moba_train.memory.pipeline import best_parts
 from moba_train.model.spec import model_spec
+from moba_train.optim.adamw import keeps_state_on_host
 from moba_train.parallel.context.costs import most_memory
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.fsdp import Computation, ModelSetup, compute_dtype
@@ -159,7 +160,7 @@ def resolve_unchecked(config: RunConfig) -> ResolvedRun:
         gpu_bytes=_bytes(config.memory.gpu_gib),
         host_bytes=_bytes(config.memory.host_gib),
         optimizer=optim.kind,
-        optimizer_on_host=optim.implementation == "deepspeed_cpu",
+        optimizer_on_host=keeps_state_on_host(optim),
         saves=config.checkpoint.every is not None,
     )
     folders = RunFolders(Path(config.run_dir), checkpoint_folders(config.run_dir, config.checkpoint.fallback_dir))

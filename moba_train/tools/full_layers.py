@@ -11,13 +11,18 @@ from typing import Any
 
 from pydantic import Field
 
-from moba_train.attention.full import FullAttention
-from moba_train.config.attention import LayerAttention
 from moba_train.config.base import MOST_SAMPLES, Length, Section
 from moba_train.config.stages import Stage
 from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import DataError
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting, Layers
+from moba_train.evals.evaluation import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationResult,
+    EvaluationSetting,
+    Layers,
+    full_attention,
+)
 from moba_train.evals.position_wise import PositionWise, PositionWiseLoss, position_wise_loss
 from moba_train.mechanisms.probes.gate_probe import GateProbe, GateProbeConfig
 
@@ -85,15 +90,15 @@ class FullLayers(Evaluation[FullLayersConfig]):
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`full_layers_loss`: with the chosen layers full and all others sparse."""
         own = context.attentions[context.own]
-        sparse = next((layer for layer in own if layer.kind != "full"), None)
+        sparse = next((layer for layer in own if layer.kind != "full" and full_attention(layer) != layer), None)
         if sparse is None:
             raise DataError(f"{self.key}: all layers have full attention; give attention.default=moba, for example")
         count = self._options.count
         layers = range(len(own))
 
         def with_full_in(chosen: Sequence[int]) -> Layers:
-            full = LayerAttention("full", FullAttention.Options())
-            return tuple(full if layer in chosen else sparse for layer in layers)
+            full = map(full_attention, own)  # or, of bare layers, their own
+            return tuple(layer if n in chosen or layer.kind != "full" else sparse for n, layer in enumerate(full))
 
         alone = {f"only {layer} full": with_full_in([layer]) for layer in layers}
         others = {f"only {layer} sparse": with_full_in([at for at in layers if at != layer]) for layer in layers}

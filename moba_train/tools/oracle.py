@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from moba_train.attention.full import FullAttention
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import MOST_SAMPLES, Length, format_count
@@ -31,6 +30,7 @@ from moba_train.evals.evaluation import (
     EvaluationSetting,
     Layers,
     finite,
+    full_attention,
     name_of,
     with_full,
 )
@@ -179,12 +179,12 @@ class Oracle(Evaluation[OracleConfig]):
         if name_of(own) == "full":
             sparse = set(range(len(own)))
         else:
-            sparse = {layer for layer, attention in enumerate(own) if attention.kind != "full"}
+            sparse = {n for n, layer in enumerate(own) if layer.kind != "full" and full_attention(layer) != layer}
         moba = next((layer.options for layer in own if layer.kind == "moba"), MobaAttention.Options())
 
         def in_sparse(kind: str, options: Any) -> Layers:
-            full = LayerAttention("full", FullAttention.Options())
-            return tuple(LayerAttention(kind, options) if layer in sparse else full for layer in range(len(own)))
+            full = map(full_attention, own)
+            return tuple(LayerAttention(kind, options) if n in sparse else layer for n, layer in enumerate(full))
 
         found = {"full": with_full(own)["full"], name_of(own): own}
         for budget in self._options.budgets:

@@ -1,7 +1,8 @@
-"""docs/reference: config.md and config.schema.json, generated from the schema, and cli.md, from the commands.
+"""docs/reference: config.md and config.schema.json, generated from the schema, cli.md, from the commands, and
+model-families.md, from the families of published models.
 
-python -m moba_train.tools.reference            write the three
-python -m moba_train.tools.reference --check    exit 1 when they are not what schema and commands give
+python -m moba_train.tools.reference            write the four
+python -m moba_train.tools.reference --check    exit 1 when they are not what schema, commands and families give
 """
 
 import argparse
@@ -23,6 +24,7 @@ from moba_train.config.load import parse_yaml
 from moba_train.config.schema import RunConfig
 from moba_train.output_files import write_atomically
 from moba_train.tools.cli import app
+from moba_train.tools.hf.page import families_page
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -230,7 +232,9 @@ def _command(name: str, command: Any, level: int) -> list[str]:
 
 def main() -> int:
     """Write the files, or with --check compare them; the exit code."""
-    parser = argparse.ArgumentParser(description="Generate config.md, config.schema.json and cli.md in docs/reference.")
+    parser = argparse.ArgumentParser(
+        description="Generate config.md, config.schema.json, cli.md and model-families.md."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is stale")
     check = parser.parse_args().check
     stale = stale_files()
@@ -244,6 +248,7 @@ def main() -> int:
 def stale_files() -> dict[Path, str]:
     """The generated files whose content differs from what schema and commands give now, with what they should hold."""
     wanted = {"config.md": reference(), "config.schema.json": json_schema(), "cli.md": cli_reference()}
+    wanted["model-families.md"] = families_page()
     files = {DOCS / name: text for name, text in wanted.items()}
     return {
         path: text for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text

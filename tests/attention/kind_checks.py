@@ -254,6 +254,8 @@ def token_bytes(
 def small_model(name: str, options: dict[str, Any], model: ModelConfig = MODEL) -> Transformer:
     """A float64 model whose layers are all of this kind."""
     chosen = KINDS[name].Options(**options)
+    if KINDS[name].projects(chosen):
+        model = model.model_copy(update={"bare_layers": "all"})
     modules = [KINDS[name].parameters(chosen, model, layer) for layer in range(model.layers)]
     transformer = Transformer(model, [{name: module} if module is not None else {} for module in modules]).double()
     initialize_weights(transformer, seed=1)

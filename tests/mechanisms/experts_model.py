@@ -9,6 +9,7 @@ from torch import Tensor
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.experts.experts import MixtureOfExperts
 from moba_train.mechanisms.experts.options import MoeOptions
+from moba_train.mechanisms.experts.products import Projections
 
 EXPERTS = 8
 ACTIVE = 3
@@ -44,6 +45,8 @@ def token_by_token(layer: MixtureOfExperts, x_TD: Tensor) -> Tensor:
     updates = []
     for x_D in x_TD:
         logits_E = layer.router.weight @ x_D
+        if layer.router.bias is not None:
+            logits_E = logits_E + layer.router.bias
         scores_E = logits_E.softmax(0) if router.score == "softmax" else logits_E.sigmoid()
         preferred_E = scores_E + layer.bias if router.has_bias else scores_E.clone()
         if router.groups is not None and router.active_groups is not None:
@@ -57,10 +60,25 @@ def token_by_token(layer: MixtureOfExperts, x_TD: Tensor) -> Tensor:
         whole = sum(scores_E[expert] for expert in chosen) if router.normalize else 1
         update_D = torch.zeros_like(x_D)
         for expert in chosen:
-            gate, up, down = (
-                stack.weight[expert]
-                for stack in (layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj)
-            )
-            update_D = update_D + scores_E[expert] / whole * router.scale * (down @ (F.silu(gate @ x_D) * (up @ x_D)))
-        updates.append(update_D if layer.shared is None else update_D + layer.shared(x_D))
+            update_D = update_D + scores_E[expert] / whole * router.scale * _expert(layer, expert, x_D)
+        if layer.shared is not None:
+            gate = 1 if layer.shared_gate is None else (layer.shared_gate.weight @ x_D).sigmoid()
+            update_D = update_D + gate * layer.shared(x_D)
+        updates.append(update_D)
     return torch.stack(updates)
+
+
+def _expert(layer: MixtureOfExperts, expert: int, x_D: Tensor) -> Tensor:
+    """Result [D] of one expert for one token."""
+
+    def linear(stack: Projections, x: Tensor) -> Tensor:
+        return F.linear(x, stack.weight[expert], None if stack.bias is None else stack.bias[expert])
+
+    gate = linear(layer.experts.gate_proj, x_D)
+    up = linear(layer.experts.up_proj, x_D)
+    limit = layer.options.clamp
+    if limit is None:
+        return linear(layer.experts.down_proj, F.silu(gate) * up)
+    gate = torch.minimum(gate, torch.tensor(limit, dtype=gate.dtype))
+    up = up.minimum(torch.tensor(limit, dtype=up.dtype)).maximum(torch.tensor(-limit, dtype=up.dtype))
+    return linear(layer.experts.down_proj, (up + 1) * gate / (1 + torch.exp(-1.702 * gate)))

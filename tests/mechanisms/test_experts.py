@@ -8,6 +8,7 @@ import torch
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.experts import products, router, step
 from moba_train.mechanisms.experts.balance import Balance
+from moba_train.mechanisms.experts.experts import MixtureOfExperts
 from moba_train.mechanisms.experts.options import MoeOptions
 from tests.mechanisms.experts_model import ACTIVE, EXPERTS, HIDDEN, drawn, mixture, options, token_by_token
 
@@ -19,6 +20,8 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "shared": 1,
     },
     "softmax in groups": {"router": {"groups": 2, "active_groups": 1}},
+    "gpt-oss": {"bias": True, "clamp": 0.6},
+    "Qwen3-Next": {"shared": 2, "shared_gate": True},
     "losses": {"router": {"aux_loss": 0.1, "z_loss": 0.01}},
 }
 
@@ -36,6 +39,15 @@ def test_a_layer_is_what_its_definition_says_with_its_gradients(name: str) -> No
     got = torch.autograd.grad((found * probe).sum(), weights)
     for gradient, wanted in zip(got, torch.autograd.grad((want * probe).sum(), weights), strict=True):
         torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_costs_count_the_parameters_of_the_layer(name: str) -> None:
+    layer = mixture(options(**ROUTERS[name]))
+    shape = ModelConfig(vocab_size=2, hidden_size=HIDDEN, intermediate_size=1, layers=1, heads=1, kv_heads=1)
+    costs = MixtureOfExperts.costs(layer.options, shape)
+    assert costs.parameters == sum(parameter.numel() for parameter in layer.parameters())
+    assert costs.separate == sum(parameter.numel() for parameter in layer.experts.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,11 +18,13 @@ HIDDEN = 64
 WIDTH = 48
 TOKENS = 700
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPTIONS: list[dict[str, Any]] = [{}, {"bias": True, "clamp": 2.0, "shared_gate": True}]
+"""SwiGLU; the experts of gpt-oss, and the gate of Qwen3-Next's shared one."""
 
 
-def layer_on(device: str, dtype: torch.dtype) -> MixtureOfExperts:
+def layer_on(device: str, dtype: torch.dtype, **further: Any) -> MixtureOfExperts:
     """A layer with drawn weights, rounded to bf16 whatever the dtype."""
-    given = options(experts=EXPERTS, active=4, intermediate_size=WIDTH, shared=1)
+    given = options(experts=EXPERTS, active=4, intermediate_size=WIDTH, shared=1, **further)
     shape = ModelConfig(vocab_size=2, hidden_size=HIDDEN, intermediate_size=1, layers=1, heads=1, kv_heads=1)
     layer = MixtureOfExperts(given, shape)
     with torch.no_grad():
@@ -49,24 +51,26 @@ def need(device: str) -> None:
         pytest.skip("needs a CUDA device")
 
 
+@pytest.mark.parametrize("further", OPTIONS, ids=["SwiGLU", "clamped"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_grouped_products_in_bf16_are_those_of_the_loop_in_float32(
-    device: str, monkeypatch: pytest.MonkeyPatch
+    device: str, further: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need(device)
     assert (device, torch.bfloat16) in products.GROUPED
     x = drawn(TOKENS, HIDDEN).bfloat16().to(device)
-    grouped = step(layer_on(device, torch.bfloat16), x)
+    grouped = step(layer_on(device, torch.bfloat16, **further), x)
     monkeypatch.setattr(products, "GROUPED", set())
-    looped = step(layer_on(device, torch.float32), x.float())
+    looped = step(layer_on(device, torch.float32, **further), x.float())
     for got, want in zip(grouped, looped, strict=True):
         assert (got.float() - want).norm() <= 0.03 * want.norm()
 
 
+@pytest.mark.parametrize("further", OPTIONS, ids=["SwiGLU", "clamped"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_step_never_waits_for_the_gpu_and_repeats_bit_by_bit(device: str) -> None:
+def test_a_step_never_waits_for_the_gpu_and_repeats_bit_by_bit(device: str, further: dict[str, Any]) -> None:
     need(device)
-    layer = layer_on(device, torch.bfloat16)
+    layer = layer_on(device, torch.bfloat16, **further)
     x = drawn(TOKENS, HIDDEN).bfloat16().to(device)
     rows = torch.arange(TOKENS, device=device)
     layer.count_tokens((rows, rows, torch.ones(TOKENS, device=device)))
@@ -83,10 +87,11 @@ def test_a_step_never_waits_for_the_gpu_and_repeats_bit_by_bit(device: str) -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_layer_compiles_as_a_whole() -> None:
+@pytest.mark.parametrize("further", OPTIONS, ids=["SwiGLU", "clamped"])
+def test_the_layer_compiles_as_a_whole(further: dict[str, Any]) -> None:
     x = drawn(TOKENS, HIDDEN).bfloat16().cuda()
-    plain = step(layer_on("cuda", torch.bfloat16), x)
-    layer = layer_on("cuda", torch.bfloat16)
+    plain = step(layer_on("cuda", torch.bfloat16, **further), x)
+    layer = layer_on("cuda", torch.bfloat16, **further)
     layer.compile(fullgraph=True, dynamic=False)
     for got, want in zip(step(layer, x), plain, strict=True):
         assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()

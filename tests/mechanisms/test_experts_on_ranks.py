@@ -15,8 +15,9 @@ from tests.run.trainer_ranks import Ranks
 __all__ = ["found"]
 
 ROUTER = {"aux_loss": 0.5, "z_loss": 0.01, "balance": "both"}
-MIXTURE = {"experts": 8, "active": 3, "intermediate_size": 16, "shared": 1, "router": ROUTER}
+MIXTURE = {"experts": 8, "active": 3, "intermediate_size": 16, "shared": 1, "shared_gate": True, "router": ROUTER}
 EXPERTS: Model = {"attention": SPARSE, "further": {"moe": MIXTURE}}
+BIASED: Model = {"attention": SPARSE, "further": {"moe": MIXTURE | {"bias": True, "clamp": 1.0}}}
 HALF: Model = {
     "attention": SPARSE,
     "tied": True,
@@ -29,7 +30,7 @@ TWO_RANKS: dict[str, Case] = {
     "dp 2": (EXPERTS, {}),
     "cp 2": (RECOMPUTED, {"cp": 2}),
     "tp 2": (RECOMPUTED, {"tp": 2}),
-    "ep 2": (EXPERTS, {"ep": 2}),
+    "ep 2": (BIASED, {"ep": 2}),
     "ep 2 of cp 2": (HALF, {"ep": 2, "cp": 2}),
 }
 FOUR_RANKS: dict[str, Case] = {

@@ -1,5 +1,7 @@
 """Gated DeltaNet against its recurrence in float64 (arXiv:2412.06464, equation 10)."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -66,14 +68,19 @@ def test_output_and_every_gradient_are_those_of_the_oracle() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
-def test_packed_documents_and_decoding() -> None:
-    assert_documents_are_independent("gdn", {}, LENGTHS)
-    assert_decodes_like_training("gdn", {})
+OWN = {"heads": {"keys": 2, "values": 4, "width": 6}}
+"""Heads and projections of the kind, as in Qwen3-Next (tests/tools/convert compares them with transformers)."""
 
 
-@pytest.mark.parametrize("strategy", [STRATEGIES[0], STRATEGIES[3]], ids=str)
-def test_ranks_that_share_a_sequence(strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make_layer("gdn", {}, [21, 0, 1, 42]), strategy, atol=1e-10)
+@pytest.mark.parametrize("options", [{}, OWN], ids=["layer's heads", "own heads"])
+def test_packed_documents_and_decoding(options: dict[str, Any]) -> None:
+    assert_documents_are_independent("gdn", options, LENGTHS)
+    assert_decodes_like_training("gdn", options)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [(STRATEGIES[0], {}), (STRATEGIES[3], {}), (STRATEGIES[3], OWN)])
+def test_ranks_that_share_a_sequence(strategy: CPStrategy, options: dict[str, Any]) -> None:
+    assert_ranks_equal_one_device(make_layer("gdn", options, [21, 0, 1, 42]), strategy, atol=1e-10)
 
 
 def test_the_layer_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:

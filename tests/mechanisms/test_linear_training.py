@@ -81,6 +81,56 @@ def test_tensor_parallelism_is_refused_by_its_key(run: Run, kind: str) -> None:
         check(config)
 
 
+def with_bare_layer(run: Run, **parallel: Any) -> Run:
+    """The first layer has the projections of Gated DeltaNet alone, whose heads are not the model's."""
+    run.recipe["model"] |= {"bare_layers": [0], "qk_norm": True, "gate_layers": "all"}
+    run.recipe["attention"] |= {"full_layers": "none", "gdn": {"heads": {"keys": 2, "values": 6, "width": 4}}}
+    run.recipe["batch_tokens"] = 128
+    run.recipe["optim"]["schedule"]["warmup_tokens"] = 128
+    del run.recipe["stages"][1:]
+    run.recipe["stages"][0] |= {
+        "attention": {"overrides": {0: {"kind": "gdn"}}},
+        "tokens": 256,
+        "micro_batch_size": 2,
+    }
+    run.recipe["parallel"] = parallel
+    return run
+
+
+def test_a_layer_with_the_projections_of_its_kind_alone_trains_on_ranks_as_on_one(
+    tmp_path: Path, corpora: Path, ranks: Ranks
+) -> None:
+    alone = with_bare_layer(Run(tmp_path, corpora))
+    assert alone.train_here() == 0
+    names = {
+        name for name in checkpoint_tensors(alone.newest_checkpoint) if name.startswith("model.blocks.0.attention.")
+    }
+    assert names
+    assert all(name.startswith("model.blocks.0.attention.gdn.") for name in names)
+    config = load_config(alone.write_recipe())
+    with torch.device("meta"):
+        model = build_model(spec_of(config))
+    assert plan_of(config, 1, 989, 0.4).parameters.total == sum(weight.numel() for weight in model.parameters())
+    (tmp_path / "ranks").mkdir()
+    run = with_bare_layer(Run(tmp_path / "ranks", corpora), cp=2)
+    ranks.train(run, 2)
+    assert run.losses() == pytest.approx(alone.losses(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("bare", "kind", "said"),
+    [
+        ([1], "gdn", r"does not name layer 0, where kind 'gdn' of stage '\w+' has projections of its own"),
+        ([0, 1], "gdn", r"names layer 1, where kind '\w+' of stage '\w+' needs its projections"),
+        ([5], "gdn", r"layer ids \[5\] do not exist"),
+    ],
+)
+def test_layers_and_kinds_must_agree_on_projections(bare: list[int], kind: str, said: str, run: Run) -> None:
+    with_bare_layer(run).recipe["model"]["bare_layers"] = bare
+    with pytest.raises(ConfigError, match=rf"model\.bare_layers: {said}"):
+        check(load_config(run.write_recipe()))
+
+
 @pytest.mark.parametrize("kind", ["lightning", "kda"])
 def test_exports_are_refused_for_what_they_would_lose(kind: str) -> None:
     model = ModelConfig(

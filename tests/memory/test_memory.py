@@ -21,6 +21,7 @@ from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel import fsdp
 from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.transfers import REDUCTION_BUFFER
+from moba_train.registry import ADAMW_KERNELS
 from moba_train.resolve.plan import StagePlan
 from moba_train.resolve.recipe import resolve
 from moba_train.run.summary import summarize
@@ -28,6 +29,7 @@ from tests.resolved import estimate_of, kept_by, plan_of, setup_of, spec_of, sta
 
 ROOT = Path(__file__).parents[2]
 FULL = {"default": "full"}
+with_kernels = pytest.mark.skipif("deepspeed_cpu" not in ADAMW_KERNELS, reason="the core alone has torch's AdamW")
 LLAMA_8B = 8_030_261_248
 LLAMA_8B_BLOCK = 218_112_000
 LAYERS = 32
@@ -361,6 +363,7 @@ def test_a_stage_that_does_not_fit_the_gpu_is_named() -> None:
         assert found is None or f"stage only needs about {stage.memory.total / 2**30:.1f} GiB" in found
 
 
+@with_kernels
 def test_optimizer_state_is_that_of_the_optimizer_and_may_be_in_host_memory() -> None:
     """Muon keeps one number for each of the blocks' 6,979,321,856 weights in matrices, AdamW two for any."""
 
@@ -375,6 +378,7 @@ def test_optimizer_state_is_that_of_the_optimizer_and_may_be_in_host_memory() ->
     assert state(implementation="deepspeed_cpu") == (0, adamw)
 
 
+@with_kernels
 def test_an_8b_model_fits_on_one_h200_with_its_optimizer_in_host_memory() -> None:
     """Weights and gradients take 64 GB, AdamW's state as much again."""
     one = {"batch_tokens": "8K", "activation_checkpointing": "full", "compile": True}
@@ -384,12 +388,14 @@ def test_an_8b_model_fits_on_one_h200_with_its_optimizer_in_host_memory() -> Non
     assert on_host < 0.9 * 141e9 < on_gpu
 
 
+@with_kernels
 def test_a_1b_model_fits_in_16_gib_with_its_optimizer_in_host_memory() -> None:
     one = {"batch_tokens": "4K", "activation_checkpointing": "full", "compile": True}
     on_host = memory("llama-1b", 1, "4K", FULL, **one, optim={"implementation": "deepspeed_cpu"}).total
     assert on_host < 16 * 2**30
 
 
+@with_kernels
 def test_offloaded_activations_leave_room_on_the_host_for_saves_and_the_optimizer() -> None:
     """The host takes as many layers, the last one left out, as there is room for beside the copy of a save, which is of
     weights and AdamW's state, and beside that state."""

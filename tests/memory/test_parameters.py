@@ -47,7 +47,7 @@ def test_published_totals(name: str, total: int) -> None:
         {"qkv_bias": True, "qk_norm": True},
         {"head_dim": 48, "qkv_bias": True, "kv_heads": 1},
         {"layers": 1, "qk_norm": True, "tie_embeddings": True},
-        {"norms": "both", "sink_layers": "last:1", "gate_layers": "every:2"},
+        {"norms": "both", "o_bias": True, "sink_layers": "last:1", "gate_layers": "every:2"},
         {"norms": "post", "qk_norm": "all_heads", "gate_layers": "all", "output_gate": "head"},
     ],
 )

@@ -28,7 +28,7 @@ SHAPES = [
     pytest.param({}, id="llama"),
     pytest.param({"kv_heads": 4, "head_dim": None}, id="multi-head"),
     pytest.param({"tie_embeddings": True}, id="tied"),
-    pytest.param({"qkv_bias": True}, id="qwen2"),
+    pytest.param({"qkv_bias": True, "o_bias": True}, id="qwen2-and-gpt-oss"),
     pytest.param({"qk_norm": True, "tie_embeddings": True}, id="qwen3"),
     pytest.param({"rope": RopeConfig(kind="pi", factor=2), "norm_eps": 0.1}, id="pi-and-eps"),
     pytest.param({"norms": "post", "qk_norm": "all_heads"}, id="olmo"),
@@ -41,6 +41,7 @@ SHAPES = [
     ),
     pytest.param({"rope": RopeConfig(fraction=0.5, overrides={"every:2": {"kind": "nope"}})}, id="smollm3-and-partial"),
     pytest.param({"rope": RopeConfig(overrides={0: {"theta": 50.0, "fraction": 0.75}})}, id="two-bases"),
+    pytest.param({"logits_cap": 0.5}, id="gemma-2"),
     pytest.param({"gate_layers": "all"}, id="gates-of-channels"),
     pytest.param({"activation": "clamped", "init_std": 1.5}, id="clamped"),
     pytest.param({"gate_layers": "last:1", "output_gate": "head", "sink_layers": "first:1"}, id="gates-of-heads"),
@@ -117,7 +118,7 @@ def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
         y = (scores.softmax(-1)[..., : len(tokens)] @ v).transpose(0, 1)
         if gate is not None:
             y = y * gate.view(len(tokens), config.heads, -1)
-        y = y.flatten(1) @ weights[f"{attention}.o_proj.weight"].T
+        y = y.flatten(1) @ weights[f"{attention}.o_proj.weight"].T + weights.get(f"{attention}.o_proj.bias", 0)
         x = x + config.residual_scale * norm(y, f"{attention}_post")
         y = norm(x, feed_forward)
         gate, up = (y @ weights[f"{feed_forward}.{name}_proj.weight"].T for name in ("gate", "up"))
@@ -130,7 +131,8 @@ def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
             (gate * up) @ weights[f"{feed_forward}.down_proj.weight"].T, f"{feed_forward}_post"
         )
     head = weights["embedding.weight" if config.tie_embeddings else "output.weight"]
-    return norm(x, "") @ head.T / config.logits_divisor
+    logits = norm(x, "") @ head.T / config.logits_divisor
+    return logits if config.logits_cap is None else config.logits_cap * (logits / config.logits_cap).tanh()
 
 
 @pytest.mark.parametrize("changes", SHAPES)

@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "centered_norms": True,
         "embedding_scale": 3.0,
         "sink_layers": "all",
+        "o_bias": True,
         "gate_layers": "last:1",
     },
     "norms behind, gates of heads": {"norms": "post", "gate_layers": "all", "output_gate": "head"},

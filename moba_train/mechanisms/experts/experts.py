@@ -37,10 +37,11 @@ class MixtureOfExperts(RegisteredFeedForward):
         super().__init__()
         assert isinstance(options, MoeOptions)
         self.options = options
-        self.router = Router(model.hidden_size, options.experts)
-        self.experts = Experts(options.experts, model.hidden_size, options.intermediate_size)
+        self.router = Router(model.hidden_size, options.experts, options.bias)
+        self.experts = Experts(options, model.hidden_size)
         width = options.shared * options.intermediate_size
         self.shared = FeedForward(model.hidden_size, width) if width else None
+        self.shared_gate = Router(model.hidden_size, 1, False) if options.shared_gate else None
         self.register_buffer("bias", torch.zeros(options.experts), persistent=options.router.has_bias)
         self.balance = Balance(options)
         self.ep_group: dist.ProcessGroup | None = None
@@ -54,10 +55,7 @@ class MixtureOfExperts(RegisteredFeedForward):
         """The update of the residual stream [T, D], and the auxiliary loss of each token, float32 [T], or None; with
         tensor parallelism this rank's summand of the update, and the loss of its own rows."""
         router = self.options.router
-        weight_ED: Tensor = self.router.weight
-        if isinstance(weight_ED, DTensor):  # the ranks of a tp group have summands of its gradient
-            weight_ED = weight_ED.to_local(grad_placements=[Partial()])
-        logits_TE = self.router(x_TD, weight_ED)
+        logits_TE = self.router(x_TD, _summed(self.router.weight))
         scores_TE = scores(logits_TE, router)
         experts_Tk, order_n, ends_E, load_E = choose(scores_TE.detach(), self.bias, self.balance.handle)
         places_n = torch.empty_like(order_n)
@@ -77,29 +75,43 @@ class MixtureOfExperts(RegisteredFeedForward):
         return update_TD if found is None else update_TD + found, auxiliary_T
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
-        if self.shared is None or self.tp == 1:
-            return None if self.shared is None else self.shared(x_TD)
         shared = self.shared
-        gate, up, down = (local_weight(part.weight) for part in (shared.gate_proj, shared.up_proj, shared.down_proj))
-        return F.linear(F.silu(F.linear(x_TD, gate)) * F.linear(x_TD, up), down)  # summands, as of the other experts
+        if shared is None:
+            return None
+        if self.tp == 1:
+            out_TD: Tensor = shared(x_TD)
+        else:
+            gate, up, down = (
+                local_weight(part.weight) for part in (shared.gate_proj, shared.up_proj, shared.down_proj)
+            )
+            out_TD = F.linear(F.silu(F.linear(x_TD, gate)) * F.linear(x_TD, up), down)  # summands, as of other experts
+        if self.shared_gate is None:
+            return out_TD
+        logits_T1 = self.shared_gate(x_TD, _summed(self.shared_gate.weight))
+        return out_TD * logits_T1.sigmoid().to(out_TD.dtype)
 
     @classmethod
     def costs(cls, options: Section, model: ModelConfig) -> FeedForwardCosts:
         """Costs of a layer."""
         assert isinstance(options, MoeOptions)
         expert = 3 * model.hidden_size * options.intermediate_size
+        biases = options.bias * (2 * options.intermediate_size + model.hidden_size)
         router = model.hidden_size * options.experts
+        gate = options.shared_gate * model.hidden_size
         always = options.active + options.shared
         return FeedForwardCosts(
-            parameters=(options.experts + options.shared) * expert + router,
+            parameters=(options.experts + options.shared) * expert
+            + options.experts * (biases + options.bias)
+            + router
+            + gate,
             matrices=(options.experts + options.shared) * expert,
-            active=always * expert + router,
+            active=always * expert + router + gate,
             width=always * options.intermediate_size,
             widths=frozenset(
                 {width for width in (options.intermediate_size, options.shared * options.intermediate_size) if width}
             ),
             copies=options.active,
-            separate=options.experts * expert,
+            separate=options.experts * (expert + biases),
             parts=options.experts,
         )
 
@@ -115,3 +127,8 @@ class MixtureOfExperts(RegisteredFeedForward):
     def count_tokens(self, loss_tokens: LossTokens | None) -> None:
         """Set this rank's rows with loss in the next forward pass, which trains; None: it does not."""
         self.balance.loss_tokens = loss_tokens
+
+
+def _summed(weight: Tensor) -> Tensor:
+    """A weight that all ranks of a tp group have, which have summands of its gradient, as a plain tensor."""
+    return weight.to_local(grad_placements=[Partial()]) if isinstance(weight, DTensor) else weight

@@ -80,6 +80,14 @@ class MoeOptions(Section):
     active: int = Field(ge=1, description="experts that each token passes through; at most `experts`")
     intermediate_size: int = Field(ge=1, le=LARGEST_WIDTH, description="width of one expert, a SwiGLU")
     shared: int = Field(0, ge=0, le=MOST_EXPERTS, description="further experts of this width that every token passes")
+    shared_gate: bool = Field(False, description="a sigmoid of the token is a factor on these (Qwen3-Next)")
+    bias: bool = Field(False, description="biases in the router and in the experts (gpt-oss)")
+    clamp: float | None = Field(
+        None,
+        gt=0,
+        description="experts compute min(gate, clamp) sigmoid(1.702 gate) (up + 1), with up within +-clamp (gpt-oss "
+        "has 7); null: SwiGLU",
+    )
     layers: str | list[int] = Field(
         "all", description="layers with experts: all | none | last:N | first:N | every:N | list of layer ids"
     )
@@ -87,6 +95,8 @@ class MoeOptions(Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
+        if self.shared_gate and not self.shared:
+            raise ValueError("shared_gate: given true with shared: 0; allowed: false, or shared >= 1")
         if self.active > self.experts:
             raise ValueError(f"active: given {self.active}; allowed: at most experts, {self.experts}")
         groups = self.router.groups

@@ -36,6 +36,8 @@ class ExpertsParallel(ParallelStyle):
         if isinstance(module.shared, nn.Module):
             for name, dimension in {"gate_proj": 0, "up_proj": 0, "down_proj": 1}.items():
                 _distribute(module.shared.get_submodule(name), device_mesh, {"weight": [Shard(dimension)]})
+        if isinstance(module.shared_gate, nn.Module):
+            _distribute(module.shared_gate, device_mesh, {"weight": [Replicate()]})
 
         def all_rows(_module: nn.Module, inputs: tuple[DTensor]) -> tuple[Tensor]:
             (x_TD,) = inputs
@@ -74,7 +76,8 @@ def shard(module: Any, dims: ParallelDims, unit: Callable[..., None]) -> None:
     mesh = root[tuple(names)]
     for name, columns in _COLUMNS.items():
         placed: list[Placement] = [Shard(0) if dimension == "ep" else Shard(columns) for dimension in names]
-        _distribute(module.experts.get_submodule(name), mesh, {"weight": placed})
+        stack = module.experts.get_submodule(name)
+        _distribute(stack, mesh, {parameter: placed for parameter, _ in stack.named_parameters()})
     if dims.ep > 1:
         module.ep_group = dims.expert_mesh.get_group("ep")
         copies = ("dp_replicate",) if dims.sizes.dp_replicate > 1 else ()
@@ -116,6 +119,8 @@ def problems(options: MoeOptions, recipe: RunConfig, ranks: int | None, device: 
         )
     if ep > 1 and parallel.fsdp_copy_engines:
         yield f".parallel.fsdp_copy_engines: given true with parallel.ep: {ep}; set false, or ep to 1"
+    if options.bias and parallel.tp > 1:
+        yield f".parallel.tp: given {parallel.tp} with model.moe.bias: true, whose biases it cannot divide; set 1"
     if recipe.optim.kind == "muon" and parallel.tp > 1:
         yield (
             f".optim.kind: given 'muon' with experts and parallel.tp: {parallel.tp}, which divides each expert's "

@@ -13,23 +13,53 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moba_train.mechanisms.experts.options import MoeOptions
 from moba_train.model.feed_forward import MatrixStack
+
+_ALPHA = 1.702
+"""Slope of the sigmoid of clamped experts (OpenAI 2025, arXiv:2508.10925, and its code)."""
 
 
 class Experts(nn.Module):
-    """SwiGLUs of equal size."""
+    """SwiGLUs of equal size, or the clamped ones of gpt-oss."""
 
-    def __init__(self, number: int, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, options: MoeOptions, hidden_size: int) -> None:
         super().__init__()
-        self.gate_proj = MatrixStack(number, hidden_size, intermediate_size)
-        self.up_proj = MatrixStack(number, hidden_size, intermediate_size)
-        self.down_proj = MatrixStack(number, intermediate_size, hidden_size)
+        number = options.experts
+        width = options.intermediate_size
+        self.clamp = options.clamp
+        self.gate_proj = Projections(number, hidden_size, width, options.bias)
+        self.up_proj = Projections(number, hidden_size, width, options.bias)
+        self.down_proj = Projections(number, width, hidden_size, options.bias)
 
     def forward(self, x_nD: Tensor, ends_E: Tensor) -> Tensor:
         """Results [n, D] of rows that are sorted by expert; `ends`, int32: where those of each expert end."""
-        gate, up, down = (local_weight(stack.weight) for stack in (self.gate_proj, self.up_proj, self.down_proj))
-        hidden_nI = F.silu(grouped_product(x_nD, gate, ends_E)) * grouped_product(x_nD, up, ends_E)
-        return grouped_product(hidden_nI, down, ends_E)
+        gate_nI = self.gate_proj(x_nD, ends_E)
+        up_nI = self.up_proj(x_nD, ends_E)
+        if self.clamp is None:
+            hidden_nI = F.silu(gate_nI) * up_nI
+        else:
+            gate_nI = gate_nI.clamp(max=self.clamp)
+            hidden_nI = gate_nI * (_ALPHA * gate_nI).sigmoid() * (up_nI.clamp(-self.clamp, self.clamp) + 1)
+        down_nD: Tensor = self.down_proj(hidden_nI, ends_E)
+        return down_nD
+
+
+class Projections(MatrixStack):
+    """A linear layer of each expert."""
+
+    def __init__(self, experts: int, columns_in: int, columns_out: int, has_bias: bool) -> None:
+        super().__init__(experts, columns_in, columns_out)
+        self.bias = nn.Parameter(torch.empty(experts, columns_out)) if has_bias else None
+
+    def forward(self, x_nA: Tensor, ends_E: Tensor) -> Tensor:
+        """Results [n, B] of rows that are sorted by expert."""
+        y_nB = grouped_product(x_nA, local_weight(self.weight), ends_E)
+        if self.bias is None:
+            return y_nB
+        # A product with ones, the fewest columns that 16 bits allow: its gradient is a sum in float32 in a fixed order.
+        bias_EB8 = F.pad(local_weight(self.bias).unsqueeze(2), (0, 7))
+        return y_nB + grouped_product(x_nA.new_ones(len(x_nA), 8), bias_EB8, ends_E)
 
 
 def local_weight(weight: Tensor) -> Tensor:

@@ -17,17 +17,19 @@ from moba_train.parallel.activations import ALWAYS_SAVED
 
 
 class Router(nn.Module):
-    """Logits of the experts, in float32, of weights as FSDP gathers them with the block's. No `nn.Linear`: it stays out
-    of FP8, and Muon leaves it to AdamW."""
+    """Logits of the experts, or of the gate of shared ones, in float32, of weights as FSDP gathers them with the
+    block's. No `nn.Linear`: it stays out of FP8, and Muon leaves it to AdamW."""
 
-    def __init__(self, hidden_size: int, experts: int) -> None:
+    def __init__(self, hidden_size: int, experts: int, has_bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(experts)) if has_bias else None
 
     def forward(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """Logits [T, E], at least float32. `weight` is this module's, in this rank's form of it."""
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
+        bias_E = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x_TD.to(dtype), weight_ED.to(dtype), bias_E)
 
 
 def scores(logits_TE: Tensor, options: RouterOptions) -> Tensor:

@@ -6,16 +6,27 @@
 with S_t by the delta rule (delta.py). It is `kda` whose channels of a head all decay alike, so that it runs wherever
 `kda` does: on a GPU by fla-core's kernels of that, which read a decay for each channel.
 
-Shape suffixes: n rows, D hidden size, H query heads, K key/value heads, d head width.
+Its heads are the layer's, or, as in Qwen3-Next, its own, with projections of its own: then several heads of values
+share a head of queries and keys.
+
+Shape suffixes: T rows, n rows without padding, D hidden size, H query heads, K key/value heads, d head width.
 """
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moba_train.config.model import ModelConfig
+from moba_train.attention.kind import LayerInput, StageContext
+from moba_train.config.base import Section
+from moba_train.config.model import LARGEST_WIDTH, MOST_HEADS, ModelConfig
+from moba_train.mechanisms.linear.convolution import ShortConvolution
 from moba_train.mechanisms.linear.delta import DeltaInputs
-from moba_train.mechanisms.linear.kda import DeltaParameters, KdaKind
+from moba_train.mechanisms.linear.kda import DeltaParameters, KdaCosts, KdaKind
 
 
 class GdnParameters(DeltaParameters):
@@ -38,8 +49,109 @@ class GdnParameters(DeltaParameters):
         return self.norm(out_nHd) * F.silu(self.gate(x_nD)).view_as(out_nHd)
 
 
+class GdnHeads(Section):
+    """Heads of the kind's own."""
+
+    keys: int = Field(ge=1, le=MOST_HEADS, description="heads of queries and of keys")
+    values: int = Field(ge=1, le=MOST_HEADS, description="heads of values; a multiple of `keys`")
+    width: int = Field(ge=1, le=LARGEST_WIDTH, description="width of each head")
+
+    @model_validator(mode="after")
+    def _is_multiple(self) -> Self:
+        if self.values % self.keys:
+            raise ValueError(f"values: given {self.values}; allowed: multiples of keys, {self.keys}")
+        return self
+
+    def shape(self, model: ModelConfig) -> ModelConfig:
+        """The model, as if its heads were those of values."""
+        return model.model_copy(update={"heads": self.values, "kv_heads": self.values, "head_dim": self.width})
+
+
+class _SharedKeys(GdnParameters):
+    """`GdnParameters` where several heads of values share a head of queries and keys."""
+
+    def __init__(self, model: ModelConfig, heads: GdnHeads) -> None:
+        super().__init__(heads.shape(model))
+        self.q_conv = ShortConvolution(heads.keys * heads.width)
+        self.k_conv = ShortConvolution(heads.keys * heads.width)
+        self._shared = heads.values // heads.keys
+
+    def delta_inputs(self, x_nD: Tensor, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor) -> DeltaInputs:
+        """Inputs of the delta rule, with queries and keys for each head of values."""
+        q_nHd, k_nKd = (x.repeat_interleave(self._shared, 1) for x in (q_nHd, k_nKd))
+        return super().delta_inputs(x_nD, q_nHd, k_nKd, v_nKd)
+
+
+class ProjectedGdn(nn.Module):
+    """All weights of a layer with heads of its own."""
+
+    def __init__(self, model: ModelConfig, heads: GdnHeads) -> None:
+        super().__init__()
+        self.width = heads.width
+        self.q_proj = nn.Linear(model.hidden_size, heads.keys * heads.width, bias=False)
+        self.k_proj = nn.Linear(model.hidden_size, heads.keys * heads.width, bias=False)
+        self.v_proj = nn.Linear(model.hidden_size, heads.values * heads.width, bias=False)
+        self.o_proj = nn.Linear(heads.values * heads.width, model.hidden_size, bias=False)
+        self.delta = _SharedKeys(model, heads)
+
+    def projected(self, layer: LayerInput) -> LayerInput:
+        """The layer's input with queries, keys and values."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q_THd, k_TKd, v_TKd = (project(layer.x_TD).unflatten(-1, (-1, self.width)) for project in projections)
+        return layer._replace(q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd)
+
+
 class GdnKind(KdaKind):
     """Each head keeps a state, which forgets at one rate and replaces what a key held before."""
 
     name = "gdn"
     Parameters = GdnParameters
+
+    class Options(KdaKind.Options):
+        """Options of Gated DeltaNet."""
+
+        heads: GdnHeads | None = Field(
+            None, description="own heads and projections, in layers of model.bare_layers; null: the layer's"
+        )
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        assert isinstance(options, GdnKind.Options)
+        self._heads = options.heads
+
+    @classmethod
+    def projects(cls, options: Section) -> bool:
+        """True with heads of its own."""
+        assert isinstance(options, GdnKind.Options)
+        return options.heads is not None
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """A backend that cannot run."""
+        assert isinstance(options, GdnKind.Options)
+        if options.heads is not None:
+            context = replace(context, model=options.heads.shape(context.model))
+        yield from super().problems(options, context)
+
+    @classmethod
+    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+        """Convolutions, decays, step sizes, output gate and output norm; with heads of its own also projections."""
+        assert isinstance(options, GdnKind.Options)
+        heads = options.heads
+        return super().parameters(options, model, layer) if heads is None else ProjectedGdn(model, heads)
+
+    @classmethod
+    def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
+        """Initial values of the published code, as those of `kda`."""
+        return super().initial_values(parameter.removeprefix("delta."), shape, generator)
+
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+        """The gated output of the heads [T, H, d], or, of heads of its own, what the layer adds, [T, D]."""
+        if not isinstance(parameters, ProjectedGdn):
+            return super().mix(layer, parameters)
+        out_THd, auxiliary_T = super().mix(parameters.projected(layer), parameters.delta)
+        return parameters.o_proj(out_THd.flatten(1)), auxiliary_T
+
+    def costs(self, model: ModelConfig) -> KdaCosts:
+        """Costs of the delta rule and what is around it."""
+        return super().costs(model if self._heads is None else self._heads.shape(model))

@@ -9,8 +9,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,9 @@ from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokeniz
 from moba_train.tools.convert.model_card import CARD, model_card
 from moba_train.tools.convert.with_code import DESCRIPTIONS, code_config, code_families, code_problems, write_code
 from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
-from moba_train.tools.hf.family import NUMBER, Family, family_of
-from moba_train.tools.hf.weights import SafetensorsFolder, check_hf_weights, parameter_shapes, places
+from moba_train.tools.hf.family import OF_FAMILIES, Family, family_of
+from moba_train.tools.hf.mxfp4 import open_weights
+from moba_train.tools.hf.weights import check_hf_weights, fused_tensors, parameter_shapes, places
 from moba_train.tools.inference.corpus_marks import corpus_marks
 from moba_train.tools.saved_recipe import SavedRun
 from moba_train.tools.text_tokenizer import load_text_tokenizer
@@ -152,7 +152,7 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     """
     model = read_model_config(folder)
     family, contents = read_family(folder)
-    files = SafetensorsFolder(folder)
+    files = open_weights(folder)
     length = _length(folder)
     layers = read_layers(folder)
     run = resolve_unchecked(RunConfig.model_validate(_recipe_values(folder, output, model, layers, length)))
@@ -160,7 +160,7 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     of_kinds = _kind_shapes(run.setup.spec, kinds)
     shapes = parameter_shapes(model) | of_kinds
     check_hf_weights(shapes, files)
-    place_of = places(family, shapes)
+    place_of = places(contents, family, shapes)
     if experts is not None:
         model = upcycled(model, experts, active)
         shapes = parameter_shapes(model) | of_kinds
@@ -275,8 +275,10 @@ def export_to_hf(
     stage = saved.stage
     kinds = build_attention(stage.attention, config.model.head_width)
     whole = with_code or model_type is not None
-    attention = [layer_entry(kind) if kind.name == "window" and not with_code else {} for kind in kinds]
-    of_kinds = _kind_shapes(saved.spec, kinds) if whole else {}
+    own = [layer_entry(kind) if kind.name in OF_FAMILIES or kind.projects(kind.options) else {} for kind in kinds]
+    attention = [] if with_code else own
+    # Without code, kinds with parameters are those of an architecture that has them, or there is a problem.
+    of_kinds = _kind_shapes(saved.spec, kinds)
     families = code_families(bool(of_kinds)) if with_code else ()
     if model_type is not None:
         family_of(model_type)
@@ -310,7 +312,8 @@ def export_to_hf(
         if with_code:
             write_code(output)
         write_new(output / CARD, model_card(saved, kinds, dtype_name, with_code, family.needs_code))
-        write_safetensors(output, _tensors(reader, shapes, family, dtype), shard_bytes)
+        place_of = places(contents, family, shapes)
+        write_safetensors(output, fused_tensors(place_of, shapes, _reads(reader, dtype)), shard_bytes)
         # Written last: a folder without it is not read as a model.
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")
     return [*tokenizer.warnings, *family.cautions(contents)]
@@ -374,11 +377,8 @@ def _reader(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoi
     return reader
 
 
-def _tensors(
-    reader: CheckpointReader, names: Iterable[str], family: Family, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that hold the parameters of these names of ours, with their names in the export. Raises
-    CheckpointError for values beyond the range of `dtype`."""
+def _reads(reader: CheckpointReader, dtype: torch.dtype) -> Callable[[str], Tensor]:
+    """Reader of a parameter in this dtype by its name. Raises CheckpointError for values beyond the dtype's range."""
 
     def read(name: str) -> Tensor:
         value = reader.read(f"model.{name}")
@@ -391,9 +391,4 @@ def _tensors(
             )
         return found
 
-    for theirs, ours in groupby(names, family.name):
-        parts = list(map(read, ours))
-        if NUMBER in theirs:
-            yield from ((theirs.format(number), part) for number, part in enumerate(parts[0]))
-        else:
-            yield theirs, parts[0] if len(parts) == 1 else torch.cat(parts)
+    return read

@@ -24,8 +24,8 @@ from moba_train.registry import MODEL_FAMILIES
 from moba_train.resolve.initial_weights import comparable
 from moba_train.tools.hf.config import CONFIG, read_family, read_model_config
 from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.files import INDEX, SINGLE
 from moba_train.tools.hf.rope import ROPE_KEYS
-from moba_train.tools.hf.weights import INDEX, SINGLE
 
 
 def hf_rope(rope: LayerRope) -> dict[str, Any]:
@@ -35,17 +35,19 @@ def hf_rope(rope: LayerRope) -> dict[str, Any]:
     rope_type = "linear" if rope.kind == "pi" else rope.kind
     values = rope.model_dump() | {"beta_fast": rope.fast_turns}
     scaling = {theirs: values[ours] for ours, theirs in ROPE_KEYS[rope_type].items()}
+    if scaling.get("truncate"):
+        del scaling["truncate"]  # the default, which older releases of transformers do not know
     return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": rope_type} | scaling}
 
 
 def hf_length(rope: RopeConfig, trained: int) -> int:
     """`max_position_embeddings` of a `config.json`, for a model whose last stage was `trained` tokens long.
 
-    With yarn it is the length that the model is extended to, if that is more: transformers 4 takes this number over
-    `original_max_position_embeddings` as the factor, and with a smaller number would rotate by other angles. A model
-    that was trained on longer sequences gets a larger factor from transformers 4 in any case.
+    With yarn and longrope it is the length that the model is extended to, if that is more: transformers 4 takes this
+    number over `original_max_position_embeddings` as the factor, and with a smaller number would rotate by other
+    angles. A model that was trained on longer sequences gets a larger factor from transformers 4 in any case.
     """
-    if rope.kind != "yarn" or rope.original_seq_len is None:
+    if rope.kind not in ("yarn", "longrope") or rope.original_seq_len is None:
         return trained
     return max(trained, round(rope.factor * rope.original_seq_len))
 
@@ -99,7 +101,8 @@ def hf_config(
         if not differing[model_type]:
             if family.attention(read) == layers:
                 return contents
-            partly = partly or contents
+            if model.bare_layers == "none":  # the kinds of others have weights
+                partly = partly or contents
     if partly is not None:
         return partly
     if not differing:
@@ -159,9 +162,10 @@ def published_entry(kind: AttentionKind) -> dict[str, Any]:
 
 
 def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:
-    """Reason why a layer cannot be exported without loss: its kind has parameters. Empty if it has none."""
+    """Reason why a layer cannot be exported without loss: its kind has parameters. Empty if it has none, or those of a
+    bare layer, for which `hf_config` finds an architecture or none."""
     count = parameter_count(kind, model)
-    if not count:
+    if not count or kind.projects(kind.options):
         return ""
     return f"kind {kind.name!r} has {count} parameters in a layer, which ordinary models lack; add --with-code"
 

@@ -9,6 +9,7 @@ from moba_train.config.explain import explain, given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, read_foreign_json
+from moba_train.model.rope import longrope_problems
 from moba_train.tools.hf.family import Family, family_of
 
 CONFIG = "config.json"
@@ -62,6 +63,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         if model.head_width < 1:
             raise CheckpointError(f"num_attention_heads is {model.heads}, allowed: at most hidden_size")
         family.attention(config)
+        ropes = dict.fromkeys(model.rope.by_layer(model.layers))
+        if problems := [text for rope in ropes for text in longrope_problems(rope, model.head_width, "model.rope")]:
+            raise CheckpointError("; ".join(problems))
         return model
     except ValidationError as error:
         raise CheckpointError(f"{path}: {'; '.join(explain(error, ModelConfig, family.same))}") from None

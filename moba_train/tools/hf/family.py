@@ -6,13 +6,17 @@ Llama (also SmolLM2), Qwen2 and Qwen3 are here.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.registry import MODEL_FAMILIES
 from moba_train.tools.hf.rope import ROPE_SECTIONS, TRAINED, read_rope
+
+T = TypeVar("T")
 
 NO_FUNCTION = frozenset(
     {
@@ -22,13 +26,48 @@ NO_FUNCTION = frozenset(
     }
 )
 """Keys of config.json that say nothing of what the model computes of its tokens."""
+OF_FAMILIES = ("window", "capped")
+"""Attention kinds without parameters that layers of some families have."""
 NUMBER = "{}"
 """Place in a name of theirs for the number of each tensor of a stack of ours."""
+_LAYERS = "model.layers."
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(\w+)")
 
 
+class Fused(NamedTuple):
+    """Form of a tensor of theirs whose rows are those of one or more parameters of ours."""
+
+    dim: int = 0
+    """Dimension of ours that its rows are counted along."""
+    groups: str | None = None
+    """Key of config.json with the number of groups, each with some rows of each of ours: as many as rows, and these
+    alternate; None: those of ours after each other."""
+    transposed: bool = False
+    """True if the last two dimensions of ours are the other way round."""
+    single: bool = False
+    """True if theirs has one more dimension of size 1, the second."""
+
+    def theirs(self, of_ours: Sequence[T], single: T) -> tuple[T, ...]:
+        """Values for the dimensions of ours, as theirs has them; `single`: for one of size 1."""
+        first, *others = of_ours
+        if self.single:
+            return (first, single, *others)
+        return (first, *reversed(others)) if self.transposed else (first, *others)
+
+    def to_theirs(self, ours: Tensor) -> Tensor:
+        """A tensor of ours with the dimensions of theirs."""
+        turned = ours.mT if self.transposed else ours
+        return turned.unsqueeze(1) if self.single else turned
+
+    def to_ours(self, theirs: Tensor) -> Tensor:
+        """A tensor of theirs with the dimensions of ours."""
+        turned = theirs.mT if self.transposed else theirs
+        return turned.squeeze(1) if self.single else turned
+
+
 class Family:
-    """A model_type of transformers. The defaults are Llama's, which most families differ from in some values."""
+    """A model_type of transformers. The defaults are Llama's, which most families differ from in some values. The
+    docstring of a family names its models."""
 
     architecture: ClassVar[str] = "LlamaForCausalLM"
     same: ClassVar[dict[str, str]] = {
@@ -67,6 +106,8 @@ class Family:
         "attention_dropout": 0,
     }
     """Keys of config.json that must have these values: our Transformer implements no others."""
+    left_aside: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors that the model is one without."""
     windows: ClassVar[bool] = False
     """True if `layer_types` may name layers with a sliding window."""
     needs_code: ClassVar[bool] = False
@@ -89,8 +130,11 @@ class Family:
         "feed_forward": "mlp",
     }
     """Our modules, outside and inside of a block, and theirs. A longer name, such as `attention.q_proj`, goes before
-    its beginning; several of ours may be the rows of one of theirs, in the order of our parameters. One of ours is a
-    stack of theirs whose names have numbers at `NUMBER`."""
+    its beginning, and one with the parameter's own, `attention.sink.weight`, has all of theirs; several of ours may be
+    the rows of one of theirs, in the order of our parameters. One of ours is a stack of theirs whose names have numbers
+    at `NUMBER`."""
+    fused: ClassVar[dict[str, Fused]] = {}
+    """Forms of their tensors by name inside of a block, where they are not the rows of ours after each other."""
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config with the family's defaults for keys that it leaves out. Null counts as left out, except for
@@ -151,20 +195,32 @@ class Family:
         the method of that name returns it."""
         found: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False}
         if self.windows:
-            windows = [layer["window"] for layer in attention if layer]
-            found["layer_types"] = ["sliding_attention" if layer else "full_attention" for layer in attention]
-            found["sliding_window"] = windows[0] if windows else None
+            windows = [layer.get("window") for layer in attention]
+            kinds = ("full_attention", "sliding_attention")
+            found["layer_types"] = [kinds[window is not None] for window in windows]
+            found["sliding_window"] = next(filter(None, windows), None)
         return found
 
     def name(self, ours: str) -> str:
         """Name of the tensor that has our parameter. Raises KeyError when there is none."""
         if match := _BLOCK.fullmatch(ours):
             layer, part, last = match.groups()
+            if own := self.names.get(f"{part}.{last}"):
+                return f"{_LAYERS}{layer}.{own}"
             first, _, rest = part.partition(".")
             found = self.names.get(part) or f"{self.names[first]}{'.' * bool(rest)}{rest}"
-            return f"model.layers.{layer}.{found}.{last}"
+            return f"{_LAYERS}{layer}.{found}.{last}"
         module, _, last = ours.rpartition(".")
         return f"{self.names[module]}.{last}"
+
+    def fused_as(self, theirs: str) -> Fused:
+        """Form of the tensor of this name."""
+        inside = theirs.removeprefix(_LAYERS).partition(".")[2]
+        return self.fused.get(inside, Fused()) if theirs.startswith(_LAYERS) else Fused()
+
+
+class Llama(Family):
+    """Llama 2 and 3, SmolLM2."""
 
 
 class Qwen2(Family):

@@ -9,9 +9,23 @@ from moba_train.errors import CheckpointError
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.windowed import Windowed
 
+NAMES = Family.names | {
+    "attention_post_norm": "post_attention_layernorm",
+    "feed_forward_norm": "pre_feedforward_layernorm",
+    "feed_forward_post_norm": "post_feedforward_layernorm",
+}
+
+
+def factors(config: Mapping[str, Any]) -> dict[str, float]:
+    """The factor on embeddings, and that on scores."""
+    scalar = config["query_pre_attn_scalar"]
+    if not isinstance(scalar, int | float) or not scalar > 0:
+        raise CheckpointError(f"query_pre_attn_scalar is {given(scalar)}, allowed: number > 0")
+    return {"embedding_scale": config["hidden_size"] ** 0.5, "attention_scale": scalar**-0.5}
+
 
 class Gemma3(Windowed):
-    """The text model by itself (`gemma3_text`)."""
+    """Gemma 3, the text model by itself."""
 
     architecture = "Gemma3ForCausalLM"
     defaults = Family.defaults | {
@@ -39,11 +53,7 @@ class Gemma3(Windowed):
         "attn_logit_softcapping": None,
         "use_bidirectional_attention": False,
     }
-    names = Family.names | {
-        "attention_post_norm": "post_attention_layernorm",
-        "feed_forward_norm": "pre_feedforward_layernorm",
-        "feed_forward_post_norm": "post_feedforward_layernorm",
-    }
+    names = NAMES
     heads_divide_width = True
     full_every = 6
     others = frozenset({"sliding_window_pattern", "_sliding_window_pattern"})
@@ -54,11 +64,7 @@ class Gemma3(Windowed):
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """With the factor on embeddings, which the width gives, and that on scores."""
-        scalar = config["query_pre_attn_scalar"]
-        if not isinstance(scalar, int | float) or not scalar > 0:
-            raise CheckpointError(f"query_pre_attn_scalar is {given(scalar)}, allowed: number > 0")
-        found = super().values(config)
-        return found | {"embedding_scale": config["hidden_size"] ** 0.5, "attention_scale": scalar**-0.5}
+        return super().values(config) | factors(config)
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Gemma's own names."""

@@ -7,11 +7,11 @@ from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.mistral import Mistral
-from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope
+from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
 
 
 class Phi3(Mistral):
-    """Phi-3 mini and medium for short contexts, Phi-4, without longrope; parts of heads may not turn (Phi-4-mini)."""
+    """Phi-3, Phi-3.5 and Phi-4, with and without longrope; parts of heads may not turn (Phi-4-mini)."""
 
     architecture = "Phi3ForCausalLM"
     defaults = Family.defaults | {
@@ -30,16 +30,25 @@ class Phi3(Mistral):
     others = frozenset({"partial_rotary_factor"})
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """With the part of each head that turns, which may stand inside of the embedding's section."""
-        sections = [section for key in ROPE_SECTIONS if isinstance(section := config.get(key), dict)]
-        given_parts = [where.get("partial_rotary_factor") for where in (*sections, config)]
-        turning = next((part for part in given_parts if part is not None), 1.0)
+        """With the part of each head that turns."""
         plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
-        rope = read_rope(config, turning)
-        if rope.kind != "none":
-            raise CheckpointError(f"rope_type: given that of {rope.kind}, allowed in this family: default")
+        sections = {key: _renamed(config[key]) for key in ROPE_SECTIONS if key in config}
+        rope = read_rope(plain | sections, turning_fraction(config))
+        if rope.kind not in ("none", "longrope"):
+            raise CheckpointError(f"rope_type: given that of {rope.kind}, allowed in this family: default, longrope")
         return super().values(plain) | {"rope": rope}
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """`partial_rotary_factor` where transformers 4 and 5 read it."""
-        return super().written(model, attention) | {"partial_rotary_factor": model.rope.fraction}
+        """`partial_rotary_factor` where transformers 4 and 5 read it, and a section of longrope as 4 asks for it: of
+        three keys, without the trained length."""
+        found = super().written(model, attention) | {"partial_rotary_factor": model.rope.fraction}
+        if model.rope.kind != "longrope":
+            return found
+        keys = {"type": "longrope", "short_factor": model.rope.short_factors, "long_factor": model.rope.long_factors}
+        return found | {"rope_scaling": keys, "original_max_position_embeddings": model.rope.original_seq_len}
+
+
+def _renamed(section: Any) -> Any:
+    """A section of the embedding, with the name of longrope where it is an older one."""
+    old = isinstance(section, dict) and section.get("rope_type", section.get("type")) in ("su", "yarn")
+    return {**section, "type": "longrope", "rope_type": "longrope"} if old else section

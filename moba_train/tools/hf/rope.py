@@ -18,17 +18,17 @@ _STRETCHED = {"factor": "factor", "original_seq_len": TRAINED}
 ROPE_KEYS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {"factor": "factor"},
-    "yarn": _STRETCHED | {"beta_fast": "beta_fast", "beta_slow": "beta_slow"},
+    "yarn": _STRETCHED | {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "truncate": "truncate"},
+    "longrope": _STRETCHED | {"short_factors": "short_factor", "long_factors": "long_factor"},
     "llama3": _STRETCHED | {"beta_fast": "high_freq_factor", "beta_slow": "low_freq_factor"},
 }
 """Keys of our `model.rope`, and those of config.json with the same values, by rope type."""
-_READ = {"rope_type", "type", "rope_theta", TRAINED, "mscale", "mscale_all_dim", "truncate", "attention_factor"}
+_READ = {"rope_type", "type", "rope_theta", TRAINED, "mscale", "mscale_all_dim", "attention_factor"}
 _READ |= {"partial_rotary_factor"}.union(*(keys.values() for keys in ROPE_KEYS.values()))
 """All keys of the section that are read for some type; others have no effect, or one that model.rope cannot say."""
 _NOT_HERE = {
     "dynamic": ". Its frequencies change with the length of each input, which model.rope cannot say; if none is longer "
     "than max_position_embeddings, it is the same as default",
-    "longrope": ". It has a factor for each frequency, and others for short inputs, which model.rope cannot say",
 }
 """Types of transformers that a model of these families may have: reasons why they are refused."""
 
@@ -59,10 +59,15 @@ def read_rope(config: Mapping[str, Any], fraction: float = 1.0) -> RopeConfig:
     longest = config["max_position_embeddings"]
     trained = config.get(TRAINED, own.get(TRAINED, longest))
     values = {"rope_theta": config["rope_theta"], **own, TRAINED: trained}
-    if rope_type == "yarn" and "factor" not in own and type(trained) is type(longest) is int and trained > 0:
+    if (
+        rope_type in ("yarn", "longrope")
+        and "factor" not in own
+        and type(trained) is type(longest) is int
+        and trained > 0
+    ):
         values["factor"] = longest / trained
     keys = {"theta": "rope_theta"} | ROPE_KEYS[rope_type]
-    for key in ("factor", TRAINED):
+    for key in ("factor", TRAINED, "short_factor", "long_factor"):
         if key in keys.values() and values.get(key) is None:
             raise CheckpointError(f"{section}.{key} is missing; rope_type {rope_type} needs it")
     kind = {"default": "none", "linear": "pi"}.get(rope_type, rope_type)
@@ -75,21 +80,30 @@ def read_rope(config: Mapping[str, Any], fraction: float = 1.0) -> RopeConfig:
         places = {ours: f"{section}.{theirs}" if theirs in own else theirs for ours, theirs in keys.items()}
         raise CheckpointError("; ".join(explain(error, RopeConfig, places))) from None
     _check_fixed_values(section, own, rope)
+    if rope.kind == "longrope":
+        return rope
     if rope.factor == 1:
         return RopeConfig(theta=rope.theta, fraction=fraction)
     return rope if rope.kind == "pi" else rope.model_copy(update={"beta_fast": rope.fast_turns})
+
+
+def turning_fraction(config: Mapping[str, Any], default: float = 1.0) -> Any:
+    """Part of each head that turns, which may stand inside of the embedding's section."""
+    sections = [section for key in ROPE_SECTIONS if isinstance(section := config.get(key), dict)]
+    found = [where.get("partial_rotary_factor") for where in (*sections, config)]
+    return next((part for part in found if part is not None), default)
 
 
 def _check_fixed_values(section: str, own: dict[str, Any], rope: RopeConfig) -> None:
     """Raise CheckpointError for keys without a counterpart in our model, unless they change nothing."""
     allowed: dict[str, object] = {"partial_rotary_factor": rope.fraction}
     if rope.kind == "yarn" and rope.factor != 1:
-        allowed |= {"mscale": None, "mscale_all_dim": None, "truncate": True}
+        allowed |= {"mscale": None, "mscale_all_dim": None}
     for key, value in allowed.items():
         if own.get(key, value) != value:
             raise CheckpointError(f"{section}.{key} is {given(own[key])}, allowed: {value}")
     sharpened = own.get("attention_factor")
-    if rope.kind != "yarn" or sharpened is None:
+    if rope.kind not in ("yarn", "longrope") or sharpened is None:
         return
     ours = attention_factor(rope)
     # Not `> 1e-6`, which NaN is not.

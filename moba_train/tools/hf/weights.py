@@ -1,126 +1,31 @@
 """Weights of Hugging Face models: safetensors files, the place of each parameter in them, and loading.
 
-The tensors are those of `model.transformer.Transformer` under other names. Some of ours are the rows of one of theirs,
-and those of experts are stacks of many. Rotary embeddings pair the two halves of a head on both sides, so nothing is
-permuted. A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which names the file
-of each tensor. A reader opens one file at a time and reads the bytes asked for.
+The tensors are those of `model.transformer.Transformer` under other names. Some of ours are some rows of one of theirs
+(`family.Fused`), and those of experts may be stacks of many. Rotary embeddings pair the two halves of a head on both
+sides. Files: files.py.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
-from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
-from moba_train.errors import CheckpointError, ForeignFileError, named_layers
-from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
-from moba_train.model.spec import kind_of_parameter
+from moba_train.errors import CheckpointError, named_layers
+from moba_train.model.spec import Shapes, kind_of_parameter, kind_prefix, model_spec
 from moba_train.model.transformer import Transformer
 from moba_train.resolve.initial_weights import WeightSource
 from moba_train.tools.hf.config import CONFIG, is_hf_folder, read_family, read_model_config
-from moba_train.tools.hf.family import NUMBER, Family
+from moba_train.tools.hf.family import NUMBER, Family, Fused
+from moba_train.tools.hf.files import SafetensorsFolder
+from moba_train.tools.hf.mxfp4 import open_weights
 from moba_train.torch_private import local_shape_and_offset
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class SafetensorsFolder:
-    """Tensors of `folder` by their names. Raises CheckpointError when the folder cannot be read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._roots = folder_roots(folder)
-        self._file_of = self._index() if (folder / INDEX).exists() else self._single()
-        self._open: tuple[str, Any] | None = None
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return frozenset(self._file_of)
-
-    def file_of(self, name: str) -> str:
-        """Name of the file that holds tensor `name`. Reading in the order of files opens each of them once."""
-        return self._file_of[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of tensor `name`, from the file's header. Raises CheckpointError if its dtype is not floating-point."""
-        header = self._slice(name)
-        if header.get_dtype() not in DTYPES:
-            raise CheckpointError(
-                f"{self.folder / self._file_of[name]}: {name} is {header.get_dtype()}, allowed: {', '.join(DTYPES)}; "
-                "quantised weights must be converted first"
-            )
-        return tuple(header.get_shape())
-
-    def read(self, name: str, part: Sequence[slice] = ()) -> Tensor:
-        """The tensor on the CPU in the file's dtype, or the `part` of it: a slice for each leading dimension."""
-        try:
-            return self._slice(name)[tuple(part) or ...]
-        except (SafetensorError, OSError) as error:
-            raise self._unreadable(self._file_of[name], error) from error
-
-    def _slice(self, name: str) -> Any:
-        file = self._file_of[name]
-        if self._open is None or self._open[0] != file:
-            try:
-                self._open = file, self._open_file(file)
-            except (SafetensorError, OSError) as error:
-                raise self._unreadable(file, error) from error
-        try:
-            return self._open[1].get_slice(name)
-        except SafetensorError as error:
-            raise self._unreadable(file, error) from error
-
-    def _open_file(self, file: str) -> Any:
-        """The library's reader of `file`. Raises CheckpointError when it must not be read, OSError, SafetensorError."""
-        try:
-            with open_foreign(self.folder / file, None, self._roots) as stream:
-                # The library takes a path and maps the file at once. This path is the open file, even if its name now
-                # leads to another one.
-                return safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
-        except ForeignFileError as error:
-            raise CheckpointError(str(error)) from None
-
-    def _single(self) -> dict[str, str]:
-        if not (self.folder / SINGLE).exists():
-            raise CheckpointError(f"{self.folder}: has neither {SINGLE} nor {INDEX}")
-        try:
-            with self._open_file(SINGLE) as tensors:
-                return dict.fromkeys(tensors.keys(), SINGLE)
-        except (SafetensorError, OSError) as error:
-            raise self._unreadable(SINGLE, error) from error
-
-    def _index(self) -> dict[str, str]:
-        path = self.folder / INDEX
-        try:
-            files = read_foreign_json(path, INDEX_BYTES, self._roots)["weight_map"]
-            # A name with a path in it would lead out of the folder.
-            strange = [file for file in files.values() if Path(file).name != file or not file.endswith(".safetensors")]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}: is not an index of safetensors files ({error})") from error
-        if strange:
-            raise CheckpointError(
-                f"{path}: names the file {given(strange[0])}, allowed: *.safetensors in the same folder"
-            )
-        missing = sorted({file for file in files.values() if not (self.folder / file).is_file()})
-        if missing:
-            raise CheckpointError(f"{path}: names {', '.join(missing[:20])}, not found in the folder")
-        return dict(files)
-
-    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self.folder / file}: cannot be read ({error}); get the file again")
-
 
 _DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors in old files that are not weights: their values follow from the config."""
@@ -131,36 +36,89 @@ class Place(NamedTuple):
     """Rows of a tensor of theirs that are a parameter of ours, or a stack of tensors, if the name numbers them."""
 
     name: str
-    first_row: int
-    rows: int
+    shape: tuple[int, ...]
+    """Shape of the parameter."""
+    fused: Fused
+    groups: int
+    """Groups of rows of the tensor; each has some of the parameter."""
+    first: int
+    """Row in each group, where those of the parameter begin."""
+    period: int
+    """Rows of each group."""
 
     @property
     def names(self) -> list[str]:
         """Names of their tensors."""
-        return [self.name.format(row) for row in range(self.rows)] if NUMBER in self.name else [self.name]
+        return [self.name.format(row) for row in range(self.shape[0])] if NUMBER in self.name else [self.name]
 
-    def needed(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Shapes, as far as these rows go, of their tensors for a parameter of ours of this shape."""
-        own = () if NUMBER in self.name else (self.first_row + self.rows,)
-        return dict.fromkeys(self.names, (*own, *shape[1:]))
+    @property
+    def needed(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of their tensors."""
+        if NUMBER in self.name:
+            return dict.fromkeys(self.names, self.shape[1:])
+        shape = [*self.shape]
+        shape[self.fused.dim] = self.groups * self.period
+        return {self.name: self.fused.theirs(shape, 1)}
 
     def read(self, files: SafetensorsFolder, own: Sequence[slice] = ()) -> Tensor:
         """The parameter on the CPU in the file's dtype, or these slices of it, one for each leading dimension."""
-        first, *rest = own or [slice(0, self.rows)]
+        part = [*own, *map(slice, self.shape[len(own) :])]
+        first, *rest = part
         if NUMBER in self.name:
             return torch.stack([files.read(name, rest) for name in self.names[first]])
-        return files.read(self.name, [slice(self.first_row + first.start, self.first_row + first.stop), *rest])
+        rows = slice(part[self.fused.dim].start or 0, part[self.fused.dim].stop)
+        width = self.shape[self.fused.dim] // self.groups
+        # All of the groups that have some of these rows; without groups, no other rows.
+        start = rows.start // width
+        stop = -(-rows.stop // width)
+        alone = self.groups == 1
+        part[self.fused.dim] = (
+            slice(self.first + rows.start, self.first + rows.stop)
+            if alone
+            else slice(start * self.period, stop * self.period)
+        )
+        found = self.fused.to_ours(files.read(self.name, self.fused.theirs(part, slice(0, 1))))
+        if alone:
+            return found
+        in_groups = found.unflatten(self.fused.dim, (stop - start, self.period))
+        all_rows = in_groups.narrow(self.fused.dim + 1, self.first, width).flatten(self.fused.dim, self.fused.dim + 1)
+        return all_rows.narrow(self.fused.dim, rows.start - start * width, rows.stop - rows.start)
 
 
-def places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """Place of every parameter of a model, by our name, from the shapes of all of them in the model's order."""
+def places(config: Mapping[str, Any], family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+    """Place of every parameter of a model, by our name, from the shapes of all of them in the model's order. config:
+    contents of config.json."""
+    of_theirs: dict[str, list[str]] = {}
+    for ours in shapes:
+        of_theirs.setdefault(family.name(ours), []).append(ours)
     found: dict[str, Place] = {}
-    used: Counter[str] = Counter()
-    for ours, (rows, *_) in shapes.items():
-        theirs = family.name(ours)
-        found[ours] = Place(theirs, used[theirs], rows)
-        used[theirs] += rows
-    return found
+    for theirs, parts in of_theirs.items():
+        fused = family.fused_as(theirs)
+        rows = [shapes[ours][fused.dim] for ours in parts]
+        groups = 1 if fused.groups is None else config[fused.groups]
+        first = 0
+        for ours, own in zip(parts, rows, strict=True):
+            found[ours] = Place(theirs, shapes[ours], fused, groups, first, sum(rows) // groups)
+            first += own // groups
+    return {ours: found[ours] for ours in shapes}
+
+
+def fused_tensors(
+    place_of: Mapping[str, Place], names: Iterable[str], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of theirs, with their names, that hold the parameters of these names of ours. read: gives a
+    parameter."""
+    of_theirs: dict[str, list[str]] = {}
+    for ours in names:
+        of_theirs.setdefault(place_of[ours].name, []).append(ours)
+    for theirs, parts in of_theirs.items():
+        place = place_of[parts[0]]
+        if NUMBER in theirs:
+            yield from zip(place.names, read(parts[0]), strict=True)
+            continue
+        dim = place.fused.dim
+        in_groups = [read(ours).unflatten(dim, (place.groups, -1)) for ours in parts]
+        yield theirs, place.fused.to_theirs(torch.cat(in_groups, dim + 1).flatten(dim, dim + 1))
 
 
 @torch.no_grad()
@@ -172,14 +130,17 @@ def load_hf_weights(model: Transformer, folder: Path, with_kinds: bool = False) 
     comes with a copy of its embedding, each rank first reads both in full, to compare them. Raises CheckpointError with
     every tensor that is missing, superfluous or of another shape.
     """
-    files = SafetensorsFolder(folder)
+    files = open_weights(folder)
     state: dict[str, Any] = get_model_state_dict(model)
     # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.
     shapes = parameter_shapes(model.config)
     if with_kinds:
         shapes |= {name: tuple(value.shape) for name, value in state.items() if kind_of_parameter(name)}
+    else:
+        shapes |= kind_shapes(model.config, folder)
     check_hf_weights(shapes, files)
-    found = places(read_family(folder)[0], shapes)
+    family, contents = read_family(folder)
+    found = places(contents, family, shapes)
     here = [(state[name], place) for name, place in found.items() if name in state]
     for parameter, place in sorted(here, key=lambda item: files.file_of(item[1].names[0])):
         if isinstance(parameter, DTensor):
@@ -204,7 +165,11 @@ class HuggingFace(WeightSource):
 
     def check(self, model: ModelConfig, folder: Path) -> None:
         """As `check_hf_weights`."""
-        check_hf_weights(parameter_shapes(model), SafetensorsFolder(folder))
+        check_hf_weights(parameter_shapes(model) | kind_shapes(model, folder), open_weights(folder))
+
+    def kinds(self, folder: Path) -> Mapping[tuple[int, str], Shapes]:
+        """Parameters of the attention kinds that the architecture has."""
+        return _kinds(read_model_config(folder), folder)
 
     def load(self, model: Transformer, folder: Path) -> str:
         """As `load_hf_weights`."""
@@ -214,26 +179,30 @@ class HuggingFace(WeightSource):
     def warnings(self, folder: Path, layers: Sequence[LayerAttention]) -> Iterator[str]:
         """Keys of config.json that nothing reads, and layers that do not have the windows of the model."""
         family, config = read_family(folder)
+        if aside := sorted(name for name in open_weights(folder).names if name.startswith(family.left_aside)):
+            yield f"init_from: {len(aside)} tensors of {folder} are left aside, {aside[0]} and so on"
         if unread := family.unread(config):
             yield f"init_from: nothing reads {', '.join(unread)} of {folder / CONFIG}; compare the model's logits"
-        others = []
-        for layer, (own, window) in enumerate(zip(layers, family.attention(config), strict=False)):
+        others: dict[tuple[str, str], list[int]] = {}
+        for layer, (own, entry) in enumerate(zip(layers, family.attention(config), strict=False)):
             has = {"kind": own.kind, **own.options.model_dump()}
-            others += [layer] * (has | window != has)
-        if others:
+            if "window" in entry and has | entry != has:  # of other kinds the weights tell
+                words = f"scores below {entry['cap']:g}" if "cap" in entry else f"windows of {entry['window']} tokens"
+                others.setdefault((words, entry["kind"]), []).append(layer)
+        for (words, kind), found in others.items():
             yield (
-                f"init_from: {folder} was trained with windows of {config['sliding_window']} tokens in "
-                f"{named_layers(others)}, where the first stage attends otherwise; set kind: window there to keep them"
+                f"init_from: {folder} was trained with {words} in {named_layers(found)}, where the first stage attends "
+                f"otherwise; set kind: {kind} there to keep them"
             )
 
 
 def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder) -> None:
     """Compare names and shapes of all parameters (ours) with the headers of `files`, and the embedding of a tied model
     with its copy, if `files` has one. Raises CheckpointError when they differ."""
-    family, _ = read_family(files.folder)
+    family, contents = read_family(files.folder)
     wanted: dict[str, tuple[int, ...]] = {}
-    for ours, place in places(family, shapes).items():
-        wanted |= place.needed(shapes[ours])
+    for place in places(contents, family, shapes).values():
+        wanted |= place.needed
     output = family.name("output.weight")
     embedding = family.name("embedding.weight")
     problems = [f"{name}: missing" for name in sorted(wanted.keys() - files.names)]
@@ -249,7 +218,7 @@ def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFo
     problems += [
         f"{name}: the model of config.json has no such tensor"
         for name in sorted(files.names - known)
-        if not name.endswith(_DERIVED)
+        if not name.endswith(_DERIVED) and not name.startswith(family.left_aside)
     ]
     problems += [
         f"{name}: has shape {list(files.shape(name))}, the model of config.json has {list(shape)}"
@@ -275,3 +244,23 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the model, by our names."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
+
+
+def kind_shapes(model: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the attention kinds that the architecture of the model in `folder` has, by our
+    names."""
+    return {
+        f"{kind_prefix(*key)}{name}": tuple(shape)
+        for key, shapes in _kinds(model, folder).items()
+        for name, shape in shapes.items()
+    }
+
+
+def _kinds(model: ModelConfig, folder: Path) -> Mapping[tuple[int, str], Shapes]:
+    family, contents = read_family(folder)
+    layers = [LayerAttention("full", KINDS["full"].Options())] * model.layers
+    for layer, entry in zip(range(model.layers), family.attention(contents), strict=False):
+        if model.is_bare(layer):
+            options = KINDS[entry["kind"]].Options.model_validate({k: v for k, v in entry.items() if k != "kind"})
+            layers[layer] = LayerAttention(entry["kind"], options)
+    return model_spec(model, [layers]).kind_shapes

@@ -15,7 +15,8 @@ from moba_train.checkpoint.state import model_tensors
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
-from moba_train.model.build import build_attention
+from moba_train.model.build import build_attention, build_model
+from moba_train.model.spec import model_spec
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import joined_world
 from moba_train.registry import MODEL_FAMILIES
@@ -70,6 +71,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_theta": 5e5, "rope_type": "default"},
         },
     },
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 24,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "attn_implementation": "eager",
+        "rope_parameters": {"rope_theta": 1e4},
+    },
     "gemma3": {
         "model_type": "gemma3_text",
         "sliding_window": 24,
@@ -95,6 +106,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
     },
+    "phi3_long": {
+        "model_type": "phi3",
+        "pad_token_id": None,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_theta": 1e4,
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.3],
+            "long_factor": [1.0, 2.5, 6.0],
+        },
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "rope_parameters": {"rope_theta": 1e6}},
     "mixtral_windows": {
         "model_type": "mixtral",
@@ -109,6 +132,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 20,
         "norm_topk_prob": True,
         "rope_parameters": {"rope_theta": 1e6},
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 40,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25},
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 20,
+        "swiglu_limit": 0.5,
+        "sliding_window": 24,
+        "rope_parameters": {"rope_theta": 1.5e5, "rope_type": "yarn", "factor": 4.0, "truncate": False, **_ORIGINAL},
     },
     "qwen3_moe_dense": {
         "model_type": "qwen3_moe",
@@ -154,9 +200,9 @@ def make_hf_model(family: str, folder: Path, **changes: Any) -> Any:
 def our_model(folder: Path, kinds: Sequence[AttentionKind] | None = None) -> Transformer:
     """The Hugging Face model in `folder` as our Transformer, with its own attention unless told."""
     config = read_model_config(folder)
-    model = Transformer(config)
-    load_hf_weights(model, folder)
     layers = resolve_layers(AttentionConfig.model_validate(read_layers(folder)), config.layers)
+    model = build_model(model_spec(config, [layers]))
+    load_hf_weights(model, folder)
     model.set_attention(kinds or build_attention(layers, config.head_width))
     return model.eval()
 

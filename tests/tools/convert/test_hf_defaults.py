@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
@@ -62,7 +63,8 @@ def assert_turns_as_in_transformers(ours: ModelConfig, theirs: Any) -> None:
         flat = copy.copy(theirs)
         flat.rope_parameters = by_type if name is None else by_type[name]
         if rope.kind != "nope" and flat.rope_parameters["rope_theta"] is not None:
-            rotary = Phi3RotaryEmbedding if theirs.model_type == "phi3" else LlamaRotaryEmbedding
+            partly = {"phi3": Phi3RotaryEmbedding, "qwen3_next": Qwen3NextRotaryEmbedding}
+            rotary = partly.get(theirs.model_type, LlamaRotaryEmbedding)
             found = rope_frequencies(rope, ours.head_width).float()
             torch.testing.assert_close(found, rotary(flat).inv_freq, msg=labelled(f"layer {layer}"))
 
@@ -77,7 +79,9 @@ def test_each_default_is_that_of_transformers(model_type: str, tmp_path: Path) -
     for key in sorted(known | {*SMALL, "head_dim", "sliding_window", "quantization_config"}):
         assert_read_as_transformers_reads_it(tmp_path, {name: config[name] for name in config if name != key})
         # Of a model without them transformers can make no model, or no mask.
-        if key != "rope_theta" and not (key == "sliding_window" and model_type in ("olmo3", "gemma3_text")):
+        if key != "rope_theta" and not (
+            key == "sliding_window" and model_type in ("olmo3", "gemma2", "gemma3_text", "gpt_oss")
+        ):
             assert_read_as_transformers_reads_it(tmp_path, config | {key: None}, refused=True)
     for key in config.get("rope_scaling", {}).keys() - {"rope_type"}:
         rest = {name: value for name, value in config["rope_scaling"].items() if name != key}

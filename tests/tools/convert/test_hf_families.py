@@ -28,13 +28,18 @@ from tests.tools.convert.test_hf_export import SPARSE, tensors, with_moba
 
 OTHERS = [name for name in FAMILIES if name not in ("llama2", "llama3", "smollm2", "qwen2", "qwen3")]
 WINDOW = {"kind": "window", "window": 24, "sinks": 0}
+GDN = {"kind": "gdn", "heads": {"keys": 2, "values": 6, "width": 8}}
+CAPPED = {"kind": "capped", "cap": 2.0, "window": None}
 ATTENTION: dict[str, list[dict[str, Any]]] = {
     "mistral": [WINDOW] * 3,
     "ministral": [WINDOW, {}, WINDOW],
     "olmo3": [WINDOW, WINDOW, WINDOW, {}],
+    "gemma2": [CAPPED | {"window": 24}, CAPPED, CAPPED | {"window": 24}],
     "gemma3": [WINDOW, WINDOW, {}],
     "phi3": [WINDOW] * 3,
     "mixtral_windows": [WINDOW] * 3,
+    "gpt_oss": [WINDOW, {}, WINDOW],
+    "qwen3_next": [GDN, GDN, GDN, {}],
 }
 """Attention of each layer of the models in hf_models.py that have windows."""
 
@@ -77,7 +82,7 @@ def test_transformers_runs_the_export_with_its_layers(exported: tuple[str, Path,
     """MoBA where it was trained with it, windows elsewhere."""
     tokens = random_tokens(90)
     model = with_moba(exported[2])
-    kinds = build_attention(map(parse_layer, model.config.moba["layers"]), model.model.layers[0].self_attn.head_dim)
+    kinds = build_attention(map(parse_layer, model.config.moba["layers"]), model.model.layers[-1].self_attn.head_dim)
     with torch.no_grad():
         got = model(tokens[None]).logits[0]
     want = logits(our_model(exported[1], kinds), tokens)
@@ -125,6 +130,30 @@ V4_AND_V5: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_theta": 7e5, "sliding_window": None},
         {"rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}, "sliding_window": None},
     ),
+    "qwen3_next": (
+        {"rope_theta": 7e5, "partial_rotary_factor": 0.5, "full_attention_interval": 2},
+        {
+            "rope_parameters": {"rope_theta": 7e5, "partial_rotary_factor": 0.5, "rope_type": "default"},
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "gpt_oss": (
+        {
+            "rope_theta": 7e5,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "experts_per_token": 4,
+            "initial_context_length": 4096,
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        },
+        {"rope_theta": 7e5},
+    ),
     "phi3": (
         {"rope_theta": 7e5, "partial_rotary_factor": 0.5},
         {"rope_parameters": {"rope_theta": 7e5, "partial_rotary_factor": 0.5, "rope_type": "default"}},
@@ -169,7 +198,22 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
         ("mistral", {"rope_parameters": {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers is .*a list of 2 numbers"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
-        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "allowed in this family: default"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "allowed in this family: default, longrope"),
+        ("phi3", {"rope_scaling": {"type": "yarn"}}, "short_factor is missing; rope_type longrope"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 3, "long_factor": [1.0] * 48}},
+            r"model\.rope\.short_factors: given 3 numbers; allowed: 48",
+        ),
+        ("qwen3_next", {"linear_value_head_dim": 64}, "linear_value_head_dim is 64"),
+        ("qwen3_next", {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim is 3, allowed: 4"),
+        (
+            "qwen3_next",
+            {"shared_expert_intermediate_size": 500},
+            "shared_expert_intermediate_size is 500",
+        ),
+        ("qwen3_next", {"layer_types": ["linear_attention", "sliding"]}, r"layer_types\[1\] is 'sliding'"),
+        ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval is 0"),
         ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
         ("mixtral", {"num_local_experts": 1}, "num_local_experts: given 1; allowed: integer >= 2"),
         ("mixtral", {"num_experts_per_tok": 9}, "active: given 9; allowed: at most experts, 8"),
@@ -180,6 +224,11 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
         ("qwen3_moe", {"router_aux_loss_coef": -1.0}, "router_aux_loss_coef: given -1"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias is false, allowed: True"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha is 1\.0, allowed: 1\.702"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit: given 0"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is "),
+        ("gpt_oss", {"num_experts_per_tok": 200}, "active: given 200"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
     ],
 )

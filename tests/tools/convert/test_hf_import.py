@@ -18,21 +18,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moba_train.errors import CheckpointError
 from moba_train.model.transformer import Transformer
 from moba_train.registry import MODEL_FAMILIES
-from moba_train.tools.hf.config import read_model_config
-from moba_train.tools.hf.weights import INDEX, SINGLE, load_hf_weights
+from moba_train.tools.hf.config import read_family, read_model_config
+from moba_train.tools.hf.files import INDEX, SINGLE
+from moba_train.tools.hf.mxfp4 import open_weights
+from moba_train.tools.hf.weights import HuggingFace, load_hf_weights, places
 from tests.tools.convert.hf_models import FAMILIES, PUBLISHED, logits, make_hf_model, our_model, random_tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """To 2e-6 of the largest, in float32: past the trained length too, where the kinds of RoPE differ."""
+    """To 2e-6 of the largest, in float32: past the trained length too, where the kinds of RoPE differ. Linear layers
+    are sums of many terms, where transformers' two implementations differ by 7e-6 from one another."""
     theirs = make_hf_model(family, tmp_path)
     assert (tmp_path / INDEX).is_file()
     tokens = random_tokens(200)
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]
     difference = (logits(our_model(tmp_path), tokens) - expected).abs().max() / expected.abs().max()
-    assert difference < 2e-6
+    assert difference < (2e-5 if family == "qwen3_next" else 2e-6)
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "gpt_oss"])
 def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without and one with experts."""
+    """A model without experts, one with, and one whose experts are the rows of larger tensors by turns."""
     path = tmp_path_factory.mktemp("hf")
     make_hf_model(request.param, path)
     return path
@@ -83,6 +86,39 @@ def test_a_rank_reads_its_own_shards_without_the_others(either: Path, monkeypatc
         assert isinstance(parameter, DTensor)
         assert torch.equal(parameter.to_local(), rows[1]), name
     assert read < 0.4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name_of_family", ["phi3", "gpt_oss", "qwen3_next"])
+def test_any_part_of_a_parameter_is_read_from_its_tensor(name_of_family: str, tmp_path: Path) -> None:
+    """As ranks read them that divide heads, columns or experts."""
+    make_hf_model(name_of_family, tmp_path)
+    full = our_model(tmp_path).state_dict()
+    shapes = {name: tuple(value.shape) for name, value in full.items()}
+    files = open_weights(tmp_path)
+    family, contents = read_family(tmp_path)
+    for name, place in places(contents, family, shapes).items():
+        for part in ([slice(1, 3)], [slice(0, 2), slice(3, 8)], [slice(2, 4), slice(1, 6), slice(5, 7)]):
+            own = part[: len(place.shape)]
+            assert torch.equal(place.read(files, own), full[name][tuple(own)]), name
+
+
+def test_weights_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """And parts of them, which begin anywhere."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (3, 10, 2, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(118, 134, (3, 10, 2), dtype=torch.uint8, generator=generator)
+    plain = torch.randn(4)
+    save_file({"experts_blocks": blocks, "experts_scales": scales, "bias": plain}, tmp_path / SINGLE)
+    files = open_weights(tmp_path)
+    want = convert_moe_packed_tensors(blocks, scales)
+    assert (files.names, files.shape("experts")) == ({"experts", "bias"}, tuple(want.shape))
+    got = files.read("experts")
+    assert (got.dtype, torch.equal(got, want)) == (torch.bfloat16, True)
+    part = (slice(1, 3), slice(5, 40), slice(2, 9))
+    assert torch.equal(files.read("experts", part), want[part])
+    assert torch.equal(files.read("bias", [slice(1, 3)]), plain[1:3])
 
 
 @pytest.mark.parametrize(
@@ -135,6 +171,18 @@ def test_a_tied_model_may_come_with_a_copy_of_its_embedding_but_with_no_other_ou
         CheckpointError, match=r"lm_head\.weight: differs from model\.embed_tokens\.weight.*set it to false"
     ):
         our_model(tmp_path)
+
+
+def test_layers_that_predict_further_tokens_are_left_aside_by_name(tmp_path: Path) -> None:
+    make_hf_model("qwen3_next", tmp_path / "parts")
+    files = (tmp_path / "parts").glob("*.safetensors")
+    weights = {name: value for file in files for name, value in load_file(file).items()}
+    (tmp_path / "parts" / "config.json").rename(tmp_path / "config.json")
+    save_file(weights | {"mtp.fc.weight": torch.zeros(2), "mtp.norm.weight": torch.zeros(2)}, tmp_path / SINGLE)
+    our_model(tmp_path)
+    (warning,) = HuggingFace().warnings(tmp_path, ())
+    assert "2 tensors of" in warning
+    assert "left aside, mtp.fc.weight and so on" in warning
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/tmp/secret.safetensors", "weights.bin", 3])

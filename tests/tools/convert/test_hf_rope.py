@@ -1,14 +1,16 @@
 """Rotary embeddings go to a `config.json` and back without a change, and are read as transformers reads them."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from moba_train.config.model import RopeConfig
+from moba_train.config.stages import merge_rope
 from moba_train.errors import CheckpointError
-from moba_train.model.rope import attention_factor, rope_frequencies
+from moba_train.model.rope import attention_factor, rope_cos_sin, rope_frequencies
 from moba_train.tools.convert.hf_export import hf_length, hf_rope
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.rope import read_rope
@@ -44,6 +46,26 @@ def test_a_yarn_model_has_the_length_that_yarn_extends_it_to(trained: int, writt
     rope = RopeConfig(kind="yarn", theta=5e5, factor=4, original_seq_len=8192)
     assert hf_length(rope, trained) == written
     assert hf_length(RopeConfig(theta=5e5), trained) == trained
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 4.0, 16.0, 32.0]}
+
+
+@pytest.mark.parametrize("seq_len", [64, 65])
+def test_longrope_takes_its_factors_by_the_length_of_a_runs_sequences(seq_len: int) -> None:
+    """transformers takes them by the length of each input; a stage of training has one length."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    common: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 512}
+    scaling = LONGROPE | {"rope_theta": 5e5, "original_max_position_embeddings": 64}
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**common, rope_parameters=scaling))
+    cos, _ = theirs(torch.zeros(1, seq_len, 8), torch.arange(seq_len)[None])
+    rope = merge_rope(read_rope(Family.defaults | common | {"rope_parameters": scaling}), None, seq_len)
+    own, _ = rope_cos_sin(torch.arange(seq_len), rope, 8)
+    torch.testing.assert_close(own[:, 0], cos[0, :, :4], rtol=1e-5, atol=2e-5)
+    assert attention_factor(rope) == pytest.approx(math.sqrt(1 + math.log(8) / math.log(64)))
+    assert hf_rope(rope)["rope_scaling"].items() >= {"rope_type": "longrope", "factor": 8.0}.items()
 
 
 SHORT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -87,13 +109,16 @@ def test_keys_in_several_places_are_read_as_transformers_reads_them(config: dict
     ("scaling", "said"),
     [
         ("linear", "rope_scaling is 'linear', allowed: an object"),
-        ({"rope_type": ["yarn"]}, r"rope_scaling\.rope_type is \['yarn'\], allowed: default, linear, yarn, llama3"),
+        (
+            {"rope_type": ["yarn"]},
+            r"rope_scaling\.rope_type is \['yarn'\], allowed: .*yarn, longrope, llama3",
+        ),
         ({"rope_type": "linear"}, r"rope_scaling\.factor is missing"),
         (
             {"rope_type": "dynamic", "factor": 2.0},
             r"'dynamic', allowed: .*llama3\. Its frequencies change with the length",
         ),
-        ({"type": "longrope"}, r"'longrope', allowed: .*llama3\. It has a factor for each frequency"),
+        ({"type": "longrope", "factor": 2.0}, r"rope_scaling\.short_factor is missing; rope_type longrope needs it"),
         ({"rope_type": "linear", "factor": 0.5}, r"rope_scaling\.factor: given 0\.5; allowed: number >= 1"),
         ({**SHORT_YARN, "beta_fast": 0}, r"rope_scaling\.beta_fast: given 0; allowed: number > 0"),
         ({**SHORT_YARN, "rope_theta": 0}, r"rope_scaling\.rope_theta: given 0; allowed: number > 1"),

@@ -99,3 +99,29 @@ def test_a_run_is_warned_of_windows_that_it_leaves_out_and_of_keys_that_nothing_
     assert "windows of 24 tokens in layers 0, 2, where the first stage attends otherwise" in windows
     run.recipe["stages"][0]["attention"] = {"default": "window", "full_layers": "none", "window": {"window": 24}}
     assert said()[-1] == unread
+
+
+def test_a_run_is_warned_of_a_cap_that_it_leaves_out(run: Run, tmp_path: Path) -> None:
+    make_hf_model("gemma2", tmp_path / "hf")
+    run.recipe["init_from"] = str(tmp_path / "hf")
+    run.recipe["model"] = imported_recipe(tmp_path / "hf", tmp_path / "hf").model.model_dump()
+    run.recipe["stages"][0]["attention"] = {"default": "full"}
+    warning = recipe_warnings(resolve_unchecked(load_config(run.write_recipe())))[-1]
+    assert "scores below 2 in layers 0-2, where the first stage attends otherwise; set kind: capped" in warning
+
+
+def test_layers_of_an_architecture_that_are_a_kind_with_weights_begin_with_them(run: Run, tmp_path: Path) -> None:
+    make_hf_model("qwen3_next", tmp_path / "hf")
+    imported = imported_recipe(tmp_path / "hf", tmp_path / "hf")
+    assert (imported.attention.default, imported.attention.overrides) == ("gdn", {3: {"kind": "full"}})
+    run.recipe |= {"init_from": str(tmp_path / "hf"), "model": imported.model.model_dump()}
+    del run.recipe["stages"][1:]
+    heads = {"keys": 2, "values": 6, "width": 8}
+    run.recipe["attention"] |= {"gdn": {"heads": heads}}
+    run.recipe["stages"][0]["attention"] = {"default": "gdn", "full_layers": "last:1"}
+    assert run.train_here("--stop-at-step", "1") == 0
+    (event,) = run.records("init_from")
+    assert event["message"].endswith(str(tmp_path / "hf"))  # nothing begins again
+    heads["values"] = 4
+    with pytest.raises(ConfigError, match=r"attention\.gdn: gives layer 0 parameters"):
+        check(load_config(run.write_recipe(), [f"run_dir={tmp_path / 'other'}"]), 1, check_files=True)

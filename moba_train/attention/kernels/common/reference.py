@@ -42,12 +42,13 @@ def query_chunks(queries: int, scores_per_query: int, device: torch.device) -> I
 class _Scores:
     """Scores and probabilities of a chunk of queries; keys and values are upcast and laid out once."""
 
-    def __init__(self, q_THD: Tensor, k_SKD: Tensor, mask: Mask, scale: float, prefix: bool) -> None:
+    def __init__(self, q_THD: Tensor, k_SKD: Tensor, mask: Mask, scale: float, prefix: bool, cap: float | None) -> None:
         self.dtype = accumulation_dtype(q_THD.dtype)
         self.q_THD = q_THD
         self.mask = mask
         self.scale = scale
         self.prefix = prefix
+        self.cap = cap
         self.k_KSD = k_SKD.to(self.dtype).transpose(0, 1)
         self.queries, self.heads, self.head_dim = q_THD.shape
         self.kv_heads = k_SKD.shape[1]
@@ -74,9 +75,11 @@ class _Scores:
         return x_Hts.unflatten(0, (self.kv_heads, -1)).flatten(1, 2)
 
     def masked(self, rows: slice, keys: slice) -> Tensor:
-        """Scaled scores [H, t, s], -inf where the mask is False."""
+        """Scaled scores [H, t, s], capped if they are, -inf where the mask is False."""
         scores_KNs = self.grouped(self.q_THD[rows]) @ self.k_KSD[:, keys].transpose(1, 2)
         scores_Hts = scores_KNs.mul_(self.scale).view(self.heads, rows.stop - rows.start, -1)
+        if self.cap is not None:
+            scores_Hts = scores_Hts.div_(self.cap).tanh_().mul_(self.cap)
         return scores_Hts.masked_fill_(~self.mask(rows, keys), -torch.inf)
 
 
@@ -86,15 +89,15 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def masked_attend(
-    q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask: Mask, scale: float, *, prefix: bool
+    q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask: Mask, scale: float, *, prefix: bool, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over the keys that `mask` admits.
+    """Softmax attention over the keys that `mask` admits; with `cap`, of cap tanh(scores / cap).
 
     `prefix`: query row i sees keys 0..i at most (queries and keys are the same whole sequence), which halves the work.
     Returns out [T, H, D] in q's dtype and lse [H, T] (natural log; float32, or float64 for float64 input); a row
     without keys gives (0, -inf).
     """
-    scores = _Scores(q_THD, k_SKD, mask, scale, prefix)
+    scores = _Scores(q_THD, k_SKD, mask, scale, prefix, cap)
     v_KSD = v_SKD.to(scores.dtype).transpose(0, 1)
     out_THD = torch.zeros_like(q_THD)
     lse_HT = torch.full((q_THD.shape[1], q_THD.shape[0]), -torch.inf, dtype=scores.dtype, device=q_THD.device)
@@ -108,26 +111,33 @@ def masked_attend(
     return out_THD, lse_HT
 
 
-def masked_attend_backward(state: BackwardState, mask: Mask, scale: float, *, prefix: bool) -> Gradients:
+def masked_attend_backward(
+    state: BackwardState, mask: Mask, scale: float, *, prefix: bool, cap: float | None = None
+) -> Gradients:
     """Gradients (dq, dk, dv) of `masked_attend`, in the dtypes of q, k and v.
 
     The state's `out` and `lse` may come from more keys than its `k` holds: then these are the parts of the gradients
     that pass through the given keys (Dao et al. 2022, arXiv:2205.14135, appendix B.2).
     """
     dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT = state
-    scores = _Scores(q_THD, k_SKD, mask, scale, prefix)
+    scores = _Scores(q_THD, k_SKD, mask, scale, prefix, cap)
     v_KSD = v_SKD.to(scores.dtype).transpose(0, 1)
     dk_KSD, dv_KSD = torch.zeros_like(scores.k_KSD), torch.zeros_like(v_KSD)
     dq_THD = torch.zeros_like(q_THD)
     delta_HT = (dout_THD.to(scores.dtype) * out_THD.to(scores.dtype)).sum(-1).T
     for rows, keys in scores.chunks():
-        probs_Hts = scores.masked(rows, keys).sub_(_finite(lse_HT[:, rows]).unsqueeze(-1)).exp_()
+        scores_Hts = scores.masked(rows, keys)
+        # The slope of tanh; 0 where the mask is False, where its argument is -inf.
+        slopes_Hts = None if cap is None else (1 - (scores_Hts / cap).square()).clamp_(min=0)
+        probs_Hts = scores_Hts.sub_(_finite(lse_HT[:, rows]).unsqueeze(-1)).exp_()
         q_KND = scores.grouped(q_THD[rows])
         dout_KND = scores.grouped(dout_THD[rows])
         probs_KNs = scores.by_kv_head(probs_Hts)
         dv_KSD[:, keys] += probs_KNs.transpose(1, 2) @ dout_KND
         delta_KN1 = delta_HT[:, rows].reshape(scores.kv_heads, -1, 1)
         dscores_KNs = (dout_KND @ v_KSD[:, keys].transpose(1, 2)).sub_(delta_KN1).mul_(probs_KNs).mul_(scale)
+        if slopes_Hts is not None:
+            dscores_KNs.mul_(scores.by_kv_head(slopes_Hts))
         dk_KSD[:, keys] += dscores_KNs.transpose(1, 2) @ q_KND
         dq_THD[rows] = scores.ungrouped(dscores_KNs @ scores.k_KSD[:, keys]).to(dq_THD.dtype)
     return dq_THD, dk_KSD.transpose(0, 1).to(k_SKD.dtype), dv_KSD.transpose(0, 1).to(v_SKD.dtype)

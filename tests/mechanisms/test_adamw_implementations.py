@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from moba_train.config.optim import AdamWImplementation
-from moba_train.optim import adamw as adamw_cpu
-from moba_train.optim.adamw import IMPLEMENTATIONS, HostAdamW
+from moba_train.mechanisms.adamw import host
+from moba_train.mechanisms.adamw.host import HostAdamW
+from moba_train.registry import ADAMW_KERNELS
 from tests.adam_stand_ins import StandInAdam
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 
@@ -17,7 +17,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's kernel, or where it is not installed one with its interface."""
     if HostAdamW.problem("cpu"):
         options: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 0.0, "adamw_mode": True}
-        monkeypatch.setattr(adamw_cpu, "_deepspeed_adam", lambda _: StandInAdam([], **options))
+        monkeypatch.setattr(host, "_deepspeed_adam", lambda _: StandInAdam([], **options))
         monkeypatch.setattr(HostAdamW, "problem", lambda _: "")
 
 
@@ -47,9 +47,9 @@ def test_state_in_host_memory_resumes_bitwise_and_torch_goes_on_from_it(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_run_on_a_gpu_learns_as_with_torch(run: Run, implementation: AdamWImplementation) -> None:
-    if reason := IMPLEMENTATIONS[implementation].problem("cuda"):
+@pytest.mark.parametrize("implementation", ADAMW_KERNELS)
+def test_a_run_on_a_gpu_learns_as_with_torch(run: Run, implementation: str) -> None:
+    if reason := ADAMW_KERNELS[implementation].problem("cuda"):
         pytest.skip(reason)
     run.recipe["model"]["hidden_size"] = 256  # heads of width 64, so that the kernels of real training run
     assert run.train_here() == 0

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from moba_train.config.optim import AdamWImplementation, OptimConfig
+from moba_train.config.optim import OptimConfig
 from moba_train.errors import LaunchError
-from moba_train.optim import adamw as adamw_cpu
-from moba_train.optim.adamw import IMPLEMENTATIONS, implementation_problem
+from moba_train.mechanisms.adamw import host
+from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.registry import build_optimizer, set_learning_rate
+from moba_train.registry import ADAMW_KERNELS
 from tests.adam_stand_ins import StandInAdam, multi_tensor_adam
 
 FUSED = ["apex", "transformer_engine"]
@@ -51,7 +52,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
-def assert_like_torch(implementation: AdamWImplementation, device: torch.device) -> None:
+def assert_like_torch(implementation: str, device: torch.device) -> None:
     """Weights and every state after five steps, one of them with a frozen layer."""
     ours, theirs = small_model(device), small_model(device)
     config = OptimConfig(implementation=implementation, weight_decay=0.3, eps=1e-6)
@@ -69,11 +70,11 @@ def assert_like_torch(implementation: AdamWImplementation, device: torch.device)
     assert int(optimizer.state[ours.get_parameter("2.weight")]["step"]) == 4
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ADAMW_KERNELS)
 def test_each_adapter_gives_its_kernel_what_adamw_needs(
-    implementation: AdamWImplementation, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+    implementation: str, stand_ins: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adamw_cpu, "PIECE", 100)  # the first matrix travels in eight pieces
+    monkeypatch.setattr(host, "PIECE", 100)  # the first matrix travels in eight pieces
     assert_like_torch(implementation, torch.device("cpu"))
 
 
@@ -105,9 +106,9 @@ def test_deepspeed_itself() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_packages_on_a_gpu(implementation: AdamWImplementation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw_cpu, "PIECE", 100)
+@pytest.mark.parametrize("implementation", ADAMW_KERNELS)
+def test_the_packages_on_a_gpu(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "PIECE", 100)
     config = OptimConfig(implementation=implementation)
     if (reason := implementation_problem(config, "cuda")) != "":
         pytest.skip(reason)
@@ -116,7 +117,7 @@ def test_the_packages_on_a_gpu(implementation: AdamWImplementation, monkeypatch:
 
 @pytest.mark.parametrize("implementation", FUSED)
 def test_an_absent_package_is_named_with_how_to_install_it(
-    implementation: AdamWImplementation, monkeypatch: pytest.MonkeyPatch
+    implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = OptimConfig(implementation=implementation)
     assert implementation_problem(config, None) == ""
@@ -133,16 +134,16 @@ def test_deepspeed_that_cannot_be_built_says_what_is_missing(stand_ins: None, mo
         raise RuntimeError("cpu_adam failed") from RuntimeError("Ninja is required to load C++ extensions")
 
     monkeypatch.setattr(sys.modules["deepspeed.ops.adam"], "DeepSpeedCPUAdam", fails)
-    monkeypatch.setattr(adamw_cpu, "find_spec", lambda _: object())
+    monkeypatch.setattr(host, "find_spec", lambda _: object())
     model = small_model(torch.device("cpu"))
     for there, expected in (
         ({"g++"}, r"missing: ninja \(pip install ninja\)"),
         ({"g++", "ninja"}, "Ninja is required"),
     ):
-        monkeypatch.setattr(adamw_cpu.shutil, "which", lambda name, there=there: name if name in there else None)
+        monkeypatch.setattr(host.shutil, "which", lambda name, there=there: name if name in there else None)
         with pytest.raises(LaunchError, match=expected):
             build_optimizer(model, OptimConfig(implementation="deepspeed_cpu"), torch.device("cpu"))
-    monkeypatch.setattr(adamw_cpu, "find_spec", lambda _: None)
+    monkeypatch.setattr(host, "find_spec", lambda _: None)
     config = OptimConfig(implementation="deepspeed_cpu")
     assert "pip install deepspeed" in implementation_problem(config, "cpu")
     with pytest.raises(LaunchError, match=r"missing: deepspeed \(pip install deepspeed\)"):

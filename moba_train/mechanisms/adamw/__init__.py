@@ -1,0 +1,1 @@
+"""AdamW by kernels of other packages."""
