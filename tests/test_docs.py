@@ -14,8 +14,8 @@ import torch
 
 from benchmarks import checkpoint_layouts, checkpoint_threads, context_skew_plot, miniatures
 from benchmarks.attention_rows import short
-from moba_train.attention.kernels import table as kernel_table
 from moba_train.config.schema import RunConfig
+from tests.attention import kernel_page
 from tests.guide import ROOT, anchors, blocks, check_usage, commands, links, run
 from tests.test_import_directions import ORDER
 
@@ -353,7 +353,7 @@ def test_kernels_has_the_measured_crossover() -> None:
 
 
 def test_the_kernels_page_shows_the_table_of_kernels() -> None:
-    """After a change: python -m moba_train.attention.kernels.table, between the marks of that page."""
-    marks = r"<!-- python -m moba_train\.attention\.kernels\.table -->\n\n(.*?)\n<!-- end of kernel table -->"
+    """After a change: python -m tests.attention.kernel_page, between the marks of that page."""
+    marks = r"<!-- python -m tests\.attention\.kernel_page -->\n\n(.*?)\n<!-- end of kernel table -->"
     (shown,) = re.findall(marks, (ROOT / "docs" / "explanation" / "kernels.md").read_text(), re.S)
-    assert shown == kernel_table.markdown()
+    assert shown == kernel_page.markdown()

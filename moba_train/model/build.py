@@ -16,6 +16,7 @@ from moba_train.attention.kind import AttentionKind
 from moba_train.attention.observer import Observer
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
+from moba_train.model.block import CenteredRMSNorm
 from moba_train.model.spec import ModelSpec, kind_of_parameter, kind_parameters
 from moba_train.model.transformer import Transformer
 from moba_train.torch_private import local_shape_and_offset
@@ -67,17 +68,16 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
 
 
 def _initial_vector(model: Transformer, name: str) -> float:
-    centered = model.config.centered_norms and "norm." in name and not kind_of_parameter(name)
+    centered = isinstance(model.get_submodule(name.rpartition(".")[0]), CenteredRMSNorm)
     return 0.0 if centered or name.endswith((".bias", "attention.sink.weight")) else 1.0
 
 
 def _initial_std(model: Transformer, name: str) -> float:
-    std = model.config.init_std
     if not kind_of_parameter(name) and name.endswith(("o_proj.weight", "down_proj.weight")):
         # Each layer adds two of these outputs to the residual stream, whose variance would grow with depth otherwise
         # (GPT-2).
-        return std / math.sqrt(2 * model.config.layers)
-    return std
+        return model.config.init_std / math.sqrt(2 * model.config.layers)
+    return model.config.init_std
 
 
 def _kind_values(like: Tensor, name: str, seed: int) -> Tensor | None:

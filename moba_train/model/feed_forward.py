@@ -7,8 +7,7 @@ Shape suffixes: T packed tokens of this rank, D hidden size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -29,10 +28,24 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self._activate = F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
+        self._hidden = _GATED[activation]
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(self._activate(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        return self.down_proj(self._hidden(self.gate_proj(x_TD), self.up_proj(x_TD)))
+
+
+def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """Hidden values of MiniMax-M3, as those of experts in gpt-oss (OpenAI 2025, arXiv:2508.10925, and its code)."""
+    gate = gate.clamp(max=7.0)
+    return gate * (1.702 * gate).sigmoid() * (up.clamp(-7.0, 7.0) + 1)
+
+
+_GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped": _clamped,
+}
+"""Functions of the two projections, by `model.activation`."""
 
 
 class FeedForwardCosts(NamedTuple):

@@ -358,6 +358,15 @@ def moba_to_hf(
             "(trust_remote_code), and parameters of attention kinds",
         ),
     ] = False,
+    model_type: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="MODEL_TYPE",
+            help="a published family, attention included: minicpm (MiniCPM 4.1, infllm_v2 in all layers), "
+            "minimax_m3_vl_text (MiniMax-M3, msa); default: the first that computes the same with full attention",
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: weights, config.json, model card, and the tokenizer as AutoTokenizer
     loads it.
@@ -370,7 +379,7 @@ def moba_to_hf(
     from moba_train.tools.saved_recipe import open_checkpoint
 
     saved = open_checkpoint(checkpoint)
-    left_out = export_to_hf(saved, output, getattr(torch, dtype.value), int(shard_gib * 2**30), with_code)
+    left_out = export_to_hf(saved, output, getattr(torch, dtype.value), int(shard_gib * 2**30), with_code, model_type)
     typer.echo(f"{saved.path} is now a Hugging Face model in {output}:")
     for line in describe_folder(output):
         typer.echo(line)

@@ -9,6 +9,7 @@ from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import packed_layout
 from moba_train.config.model import ModelConfig
+from moba_train.mechanisms.gates.msa import MsaKind
 from moba_train.mechanisms.linear.gdn import GdnKind
 from moba_train.mechanisms.window import WindowKind
 from moba_train.model.block import Attention
@@ -127,4 +128,41 @@ def test_a_layer_of_gpt_oss(window: int | None) -> None:
         got, _ = ours(x, cos, sin, packed_layout([TOKENS]))
         mask = torch.zeros(TOKENS, TOKENS).masked_fill(far.bool(), -torch.inf)[None, None]
         want = theirs(x[None], (cos.squeeze(1)[None], sin.squeeze(1)[None]), mask)[0][0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
+
+
+def test_a_sparse_layer_of_minimax_m3() -> None:
+    """An index branch with centred norms, half of each head turns, the heads of a group share their blocks."""
+    from transformers import MiniMaxM3VLTextConfig
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
+        MiniMaxM3VLAttention,
+        MiniMaxM3VLRotaryEmbedding,
+    )
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    width = MODEL.head_width
+    index: dict[str, Any] = {
+        "index_n_heads": MODEL.kv_heads,
+        "index_head_dim": width,
+        "index_block_size": 4,
+        "index_topk_blocks": 3,
+    }
+    kinds = ["minimax_m3_sparse"] * 4
+    config = MiniMaxM3VLTextConfig(**SIZES, **index, index_local_blocks=1, layer_types=kinds, rope_parameters=rope)
+    theirs = randomized(MiniMaxM3VLAttention(config, 0))
+    changes = {"qk_norm": True, "centered_norms": True, "rope": {"fraction": 0.5}}
+    model = ModelConfig.model_validate(MODEL.model_dump() | changes)
+    options = MsaKind.Options(block_size=4, topk=3, backend="reference", train_gate=False)
+    ours = Attention(model, 0, {"msa": MsaKind.parameters(options, model, 0)})
+    ours.kind = MsaKind(options, width)
+    x = torch.randn(TOKENS, model.hidden_size)
+    positions = torch.arange(TOKENS)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(theirs.get_parameter(name.replace("msa.", "indexer.")))
+        cos, sin = rope_cos_sin(positions, model.rope, width)
+        got, _ = ours(x, cos, sin, packed_layout([TOKENS]))
+        rotary: Any = MiniMaxM3VLRotaryEmbedding
+        turned = rotary(config)(x[None], positions[None])
+        want = theirs(x[None], turned, None, position_ids=positions[None])[0][0]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())

@@ -43,6 +43,7 @@ SHAPES = [
     pytest.param({"rope": RopeConfig(overrides={0: {"theta": 50.0, "fraction": 0.75}})}, id="two-bases"),
     pytest.param({"logits_cap": 0.5}, id="gemma-2"),
     pytest.param({"gate_layers": "all"}, id="gates-of-channels"),
+    pytest.param({"activation": "clamped", "init_std": 1.5}, id="clamped"),
     pytest.param({"gate_layers": "last:1", "output_gate": "head", "sink_layers": "first:1"}, id="gates-of-heads"),
     pytest.param({"sink_layers": "all", "kv_heads": 1}, id="sinks"),
 ]
@@ -120,10 +121,15 @@ def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
         y = y.flatten(1) @ weights[f"{attention}.o_proj.weight"].T + weights.get(f"{attention}.o_proj.bias", 0)
         x = x + config.residual_scale * norm(y, f"{attention}_post")
         y = norm(x, feed_forward)
-        gate, up, down = (weights[f"{feed_forward}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        gate = y @ gate.T
-        gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        x = x + config.residual_scale * norm((gate * (y @ up.T)) @ down.T, f"{feed_forward}_post")
+        gate, up = (y @ weights[f"{feed_forward}.{name}_proj.weight"].T for name in ("gate", "up"))
+        if config.activation == "clamped":
+            gate, up = torch.minimum(gate, torch.tensor(7.0)), up.clip(-7, 7) + 1
+            gate = gate / (1 + torch.exp(-1.702 * gate))
+        else:
+            gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
+        x = x + config.residual_scale * norm(
+            (gate * up) @ weights[f"{feed_forward}.down_proj.weight"].T, f"{feed_forward}_post"
+        )
     head = weights["embedding.weight" if config.tie_embeddings else "output.weight"]
     logits = norm(x, "") @ head.T / config.logits_divisor
     return logits if config.logits_cap is None else config.logits_cap * (logits / config.logits_cap).tanh()

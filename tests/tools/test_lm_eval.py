@@ -161,8 +161,8 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
     return [Instance(kind, {}, given, index, ("task", index, 1)) for index, given in enumerate(arguments)]
 
 
-def native(run: Path, seq_len: int, folder: Path, **options: Any) -> Any:
-    """The run's model behind lm-eval's interface, with full attention."""
+def native(run: Path, seq_len: int, folder: Path, attention: str = "full", **options: Any) -> Any:
+    """The run's model behind lm-eval's interface, with full attention or its own."""
     from moba_train.evals.evaluation import variants
     from moba_train.model.build import build_attention
     from moba_train.tools.evaluate import load_on_this_machine
@@ -173,8 +173,9 @@ def native(run: Path, seq_len: int, folder: Path, **options: Any) -> Any:
 
     saved, roots = open_for_lm_eval(run, LmEvalOptions(tasks=()))
     model = load_on_this_machine(saved)
-    full = variants(saved.stage.attention, saved.stage.attention, "full")["full"]
-    model.set_attention(build_attention(full, saved.config.model.head_width))
+    if attention == "full":
+        full = variants(saved.stage.attention, saved.stage.attention, "full")["full"]
+        model.set_attention(build_attention(full, saved.config.model.head_width))
     folder.mkdir(exist_ok=True)
     marks = corpus_marks(saved, roots)
     tokenizer = open_hf_tokenizer(saved.config.data.tokenizer, marks, seq_len, folder, roots)
@@ -192,10 +193,8 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(exported: Path) -> Any:
-    """lm-eval's class for models of transformers, on the exported checkpoint, reading 48 tokens."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def hf_class() -> Any:
+    """lm-eval's class for models of transformers."""
     with pytest.MonkeyPatch.context() as patch:
         if "accelerate" not in sys.modules and importlib.util.find_spec("accelerate") is None:
             # It is for several devices; the class imports it in any case.
@@ -206,8 +205,16 @@ def theirs(exported: Path) -> Any:
                 vars(stub).update(dict.fromkeys(names, lambda *_, **__: lambda function: function))
                 patch.setitem(sys.modules, name, stub)
         from lm_eval.models.huggingface import HFLM
+    return HFLM
+
+
+@pytest.fixture(scope="module")
+def theirs(exported: Path, hf_class: Any) -> Any:
+    """That class on the exported checkpoint, reading 48 tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     model = AutoModelForCausalLM.from_pretrained(exported)
-    return HFLM(model, tokenizer=AutoTokenizer.from_pretrained(exported), max_length=48, batch_size=2, device="cpu")
+    return hf_class(model, tokenizer=AutoTokenizer.from_pretrained(exported), max_length=48, batch_size=2, device="cpu")
 
 
 def test_log_likelihoods_are_those_of_lm_evals_own_class(run: Path, theirs: Any, tmp_path: Path) -> None:
@@ -379,6 +386,46 @@ def test_a_task_of_ones_own_is_scored_by_log_likelihood(
     modes = newest(run)["lm_eval"]["scores"]
     assert list(modes) == ["moba", "moba, answers with full", "full"]
     assert modes["full"]["colours"]["acc"] == pytest.approx(expected)
+
+
+def test_an_export_with_code_scores_and_writes_as_its_checkpoint(
+    run: Path, tmp_path: Path, offline: list[Any], monkeypatch: pytest.MonkeyPatch, hf_class: Any
+) -> None:
+    """Read by moba_train and, in lm-eval's own class, by the code that the export has."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.chdir(run.parents[1])
+    block = {"block_size": 16, "topk": 2}
+    layers = {0: {"kind": "moba", "key_conv": 3, **block}, 1: {"kind": "msa", **block}}
+    recipe = RECIPE | {"run_dir": "runs/learnt", "attention": {"default": "moba", "overrides": layers}}
+    Path("learnt.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["learnt.yaml"]) == 0
+    learnt = Path("runs/learnt").absolute()
+    folder = tmp_path / "hf"
+    export_to_hf(open_checkpoint(learnt), folder, torch.float32, 2**30, with_code=True)
+    own_task(tmp_path)
+    scores = []
+    texts = []
+    for place in (learnt, folder):
+        command(place, "--tasks", "col*", "--include-path", tmp_path, "--output", tmp_path / place.name)
+        scores.append(json.loads((tmp_path / place.name / "evaluation.json").read_text())["numbers"])
+        options = ["--prompt", TEXTS[1], "--max-new-tokens", "12", "--temperature", "0"]
+        done = CliRunner().invoke(app, ["generate", str(place), *options])
+        assert done.exit_code == 0, done.output
+        texts.append(done.stdout)
+    assert scores[0] == scores[1]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > len(TEXTS[1]) + 1
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    theirs = hf_class(model, tokenizer=tokenizer, batch_size=2, device="cpu")
+    assert theirs.max_length == LENGTH
+    asked = requests("loglikelihood", *[(" ".join(TEXTS * 4), f" {text[:9]}") for text in TEXTS])
+    ours = native(learnt, LENGTH, tmp_path / "tok", attention="own")
+    for found, expected in zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
+        assert found[0] == pytest.approx(expected[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(

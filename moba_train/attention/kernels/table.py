@@ -5,8 +5,6 @@ capability, a release or a package. Facts need no tensor, so a stage knows its b
 (`resolve_backend`). Decided later, where a batch is known: dense attention instead of blocks, where every block is
 selected; the reference, where token ranges of a shard are less than a block apart; another backend than `composed`,
 where a transport gives a part of the keys.
-
-`python -m moba_train.attention.kernels.table` prints the tables of docs/explanation/kernels.md.
 """
 
 import importlib
@@ -459,25 +457,3 @@ def sizes_text(sizes: Sequence[int]) -> str:
         limits = f" from {sizes[0]} to {sizes[-1]}" if len(sizes) < 10**6 else ""
         return f"a multiple of {sizes.step}{limits}"
     return ", ".join(map(str, sizes))
-
-
-def markdown() -> str:
-    """The tables as docs/explanation/kernels.md has them."""
-    lines = ["| pass | file | block size | head dim | needs | measured |", "|---|---|---|---|---|---|"]
-    for row in KERNELS:
-        sizes = "any" if row.block_sizes is None else sizes_text(row.block_sizes)
-        needs = f"compute capability 9.0, Triton {_GLUON_TRITON}, all keys" if row.gluon else ""
-        needs += ", topk 2 or more" if row.history else ""
-        cells = row.does, f"`{row.file}`", sizes, ", ".join(map(str, row.head_widths)), needs, row.why
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| varlen kernel | head dim | compute capability | `composed` beats `triton` | why |"]
-    lines += ["|---|---|---|---|---|"]
-    for varlen in VARLEN:
-        width, where = (f"up to {varlen.widest}", varlen.capabilities()) if varlen.majors else ("any", "CPU")
-        beats = f"from blocks of {varlen.composed_from}" if varlen.composed_from else ""
-        lines.append(f"| {' | '.join([varlen.name, width, where, beats, varlen.why])} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

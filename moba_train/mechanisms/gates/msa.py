@@ -24,6 +24,7 @@ from moba_train.mechanisms.gates import index_operators as operators
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateCosts, GateOptions
 from moba_train.mechanisms.gates.short_blocks import ShortBlocks
 from moba_train.mechanisms.layout_operators import query_positions
+from moba_train.model.block import norm_of
 
 
 class IndexBranch(nn.Module):
@@ -34,8 +35,8 @@ class IndexBranch(nn.Module):
         self.width = width
         self.q_proj = nn.Linear(model.hidden_size, model.kv_heads * heads * width, bias=False)
         self.k_proj = nn.Linear(model.hidden_size, key_heads * width, bias=False)
-        self.q_norm = nn.RMSNorm(width, model.norm_eps) if norms else nn.Identity()
-        self.k_norm = nn.RMSNorm(width, model.norm_eps) if norms else nn.Identity()
+        self.q_norm = norm_of(model, width) if norms else nn.Identity()
+        self.k_norm = norm_of(model, width) if norms else nn.Identity()
 
     def forward(self, x_nD: Tensor) -> tuple[Tensor, Tensor]:
         """Index queries [n, K * heads, w] and index keys [n, key_heads, w], not rotated."""

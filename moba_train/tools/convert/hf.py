@@ -36,12 +36,20 @@ from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec, kind_of_parameter, kind_prefix
 from moba_train.output_files import write_new
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, read_layers, write_safetensors
+from moba_train.tools.convert.hf_export import (
+    full_entry,
+    hf_config,
+    layer_entry,
+    layer_problem,
+    published_entry,
+    read_layers,
+    write_safetensors,
+)
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
 from moba_train.tools.convert.model_card import CARD, model_card
-from moba_train.tools.convert.with_code import code_config, code_problems, write_code
+from moba_train.tools.convert.with_code import DESCRIPTIONS, code_config, code_families, code_problems, write_code
 from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
-from moba_train.tools.hf.family import OF_FAMILIES, family_of
+from moba_train.tools.hf.family import OF_FAMILIES, Family, family_of
 from moba_train.tools.hf.mxfp4 import open_weights
 from moba_train.tools.hf.weights import check_hf_weights, fused_tensors, parameter_shapes, places
 from moba_train.tools.inference.corpus_marks import corpus_marks
@@ -63,8 +71,7 @@ _FILES = {
     "merges.txt": "the tokenizer's merges",
     "chat_template.jinja": "the chat template",
     "chat_template.json": "the chat template",
-    "modeling_moba_train.py": "the model's code, for transformers without moba_train",
-    "attention_moba_train.py": "its kinds of attention",
+    **DESCRIPTIONS,
     "README.md": "model card",
     "recipe.yaml": "recipe to extend with data and stages of your own",
 }
@@ -81,7 +88,7 @@ def describe_folder(folder: Path) -> Iterator[str]:
         lines.append(
             (f"{checkpoint.relative_to(folder)}/", f"checkpoint: float32 weights without optimizer state, {size}")
         )
-    lines += [(name, text) for name, text in _FILES.items() if (folder / name).is_file()]
+    lines += [(name, text) for name, text in _FILES.items() if (folder / name).exists()]
     width = max((len(name) for name, _ in lines), default=0)
     yield from (f"  {name:{width}}  {text}" for name, text in lines)
 
@@ -240,7 +247,12 @@ def _tokenizer(folder: Path) -> str | None:
 
 
 def export_to_hf(
-    saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int, with_code: bool = False
+    saved: SavedRun,
+    output: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    with_code: bool = False,
+    model_type: str | None = None,
 ) -> list[str]:
     """Write `output`, a Hugging Face folder with the model of a checkpoint.
 
@@ -248,29 +260,44 @@ def export_to_hf(
     those of the stage that the checkpoint was saved in. config.json keeps the attention of every layer under `moba`;
     software that ignores the entry sees an ordinary model with full attention, or with the windows of its family. With
     `with_code` the folder also has the parameters of the attention kinds and the code that runs them in transformers.
+    With `model_type` it is a model of this published family, attention and its parameters included.
     The tokenizer's files are those that transformers expects; README.md is a model card. Returns a warning for each
     thing that is left out.
 
     Raises CheckpointError when `output` is not empty or cannot be written, no Hugging Face architecture has the model's
-    shape, an attention kind would lose something or the code cannot run it, a tensor is missing in the checkpoint, or a
-    byte of it has changed since it was written.
+    shape or, where it is asked for, its attention, an attention kind would lose something or the code cannot run it, a
+    tensor is missing in the checkpoint, or a byte of it has changed since it was written.
     """
+    if with_code and model_type is not None:
+        raise CheckpointError(f"--as: given {model_type!r} with --with-code; allowed: one of the two")
     checkpoint = saved.path
     config = saved.config
     stage = saved.stage
     kinds = build_attention(stage.attention, config.model.head_width)
+    whole = with_code or model_type is not None
     own = [layer_entry(kind) if kind.name in OF_FAMILIES or kind.projects(kind.options) else {} for kind in kinds]
     attention = [] if with_code else own
-    contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."), attention)
-    problems = _export_problems(saved.spec, kinds, with_code)
-    if with_code:
-        problems += code_problems(contents, kinds)
-    if problems:
-        raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
     # Without code, kinds with parameters are those of an architecture that has them, or there is a problem.
     of_kinds = _kind_shapes(saved.spec, kinds)
-    layers = {"moba": {"layers": [layer_entry(kind) for kind in kinds]}}
-    contents |= code_config(kinds, bool(of_kinds)) if with_code else layers
+    families = code_families(bool(of_kinds)) if with_code else ()
+    if model_type is not None:
+        family_of(model_type)
+        families = (model_type,)
+        attention = [published_entry(kind) for kind in kinds]
+    dtype_name = str(dtype).removeprefix("torch.")
+    contents = hf_config(config.model, stage.rope, stage.seq_len, dtype_name, attention, families)
+    family = family_of(contents["model_type"])
+    problems = _export_problems(saved.spec, kinds, whole)
+    if model_type is not None:
+        problems += _attention_problems(family, contents, attention)
+    if with_code:
+        problems += code_problems(kinds)
+    if problems:
+        raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
+    layers = [full_entry(kind) if whole else layer_entry(kind) for kind in kinds]
+    contents["moba"] = contents.get("moba", {}) | {"layers": layers}
+    if with_code:
+        contents |= code_config(family)
     shapes = parameter_shapes(config.model) | of_kinds
     check_new_folder(output)
     verify_checkpoint(checkpoint)
@@ -284,12 +311,12 @@ def export_to_hf(
             write_new(output / name, content)
         if with_code:
             write_code(output)
-        write_new(output / CARD, model_card(saved, kinds, str(dtype).removeprefix("torch."), with_code))
-        place_of = places(contents, family_of(contents["model_type"]), shapes)
+        write_new(output / CARD, model_card(saved, kinds, dtype_name, with_code, family.needs_code))
+        place_of = places(contents, family, shapes)
         write_safetensors(output, fused_tensors(place_of, shapes, _reads(reader, dtype)), shard_bytes)
         # Written last: a folder without it is not read as a model.
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")
-    return tokenizer.warnings
+    return [*tokenizer.warnings, *family.cautions(contents)]
 
 
 def _kind_shapes(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> dict[str, tuple[int, ...]]:
@@ -302,9 +329,23 @@ def _kind_shapes(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> dict[str, t
     }
 
 
-def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind], with_code: bool) -> list[str]:
+def _attention_problems(
+    family: Family, contents: Mapping[str, Any], attention: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """The first layer whose attention the family's config cannot say."""
+    said = family.attention(family.completed(contents))
+    for layer, (own, found) in enumerate(zip(attention, said, strict=True)):
+        for key in [key for key in {**own, **found} if own.get(key) != found.get(key)][:1]:
+            yield (
+                f"attention of layer {layer}: {key} is {given(own.get(key))}; {contents['model_type']} has "
+                f"{given(found.get(key))}"
+            )
+            return
+
+
+def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind], whole: bool) -> list[str]:
     """Losses of an export: those of the `kinds` of the stage, and parameters of kinds that only other stages use."""
-    problems = {} if with_code else dict.fromkeys(layer_problem(kind, spec.config) for kind in kinds)
+    problems = {} if whole else dict.fromkeys(layer_problem(kind, spec.config) for kind in kinds)
     active = {kind.name for kind in kinds}
     left: Counter[str] = Counter()
     for (_, name), shapes in spec.kind_shapes.items():

@@ -53,12 +53,18 @@ def hf_length(rope: RopeConfig, trained: int) -> int:
 
 
 def hf_config(
-    model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str, attention: Sequence[Mapping[str, Any]] = ()
+    model: ModelConfig,
+    rope: RopeConfig,
+    max_length: int,
+    dtype: str,
+    attention: Sequence[Mapping[str, Any]] = (),
+    families: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Contents of `config.json` for `model` with `rope`, trained on sequences of `max_length` tokens.
 
     attention: of each layer, as `Family.attention` returns it; full in all layers if empty. The family is the first
-    whose config says all of the model and of its attention, or else all of the model.
+    whose config says all of the model and of its attention, or else all of the model; one of `families`, or of those
+    that need not be asked for.
 
     Raises CheckpointError for a shape that no Hugging Face architecture has.
     """
@@ -69,6 +75,8 @@ def hf_config(
     differing: dict[str, dict[str, object]] = {}
     for model_type, made in MODEL_FAMILIES.usable().items():
         family: Family = made()
+        if model_type not in families if families else family.asked_for:
+            continue
         try:
             contents = {
                 "architectures": [family.architecture],
@@ -76,7 +84,7 @@ def hf_config(
                 **{theirs: getattr(model, ours) for ours, theirs in family.same.items()},
                 "head_dim": model.head_width,
                 "max_position_embeddings": hf_length(rope, max_length),
-                **hf_rope(rope),
+                **({} if family.own_ropes else hf_rope(rope)),
                 **family.written(model, layers),
                 # Newer releases of transformers read the first, older ones the second.
                 "dtype": dtype,
@@ -145,13 +153,21 @@ def full_entry(kind: AttentionKind) -> dict[str, Any]:
     return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude={"backend"})}
 
 
+def published_entry(kind: AttentionKind) -> dict[str, Any]:
+    """A layer's attention as `Family.attention` returns it: nothing for full attention, and nothing of training."""
+    entry = {key: value for key, value in full_entry(kind).items() if key not in ("train_gate", "kl_weight")}
+    if "index_dim" in entry:
+        entry["index_dim"] = entry["index_dim"] or kind.head_dim
+    return {} if kind.name == "full" else entry
+
+
 def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:
     """Reason why a layer cannot be exported without loss: its kind has parameters. Empty if it has none, or those of a
     bare layer, for which `hf_config` finds an architecture or none."""
     count = parameter_count(kind, model)
     if not count or kind.projects(kind.options):
         return ""
-    return f"kind {kind.name!r} has {count} parameters in a layer, which no Hugging Face architecture can hold"
+    return f"kind {kind.name!r} has {count} parameters in a layer, which ordinary models lack; add --with-code"
 
 
 def parse_layer(entry: dict[str, Any]) -> LayerAttention:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moba_train import __version__
-from moba_train.attention.kind import AttentionKind, parameter_count
+from moba_train.attention.kind import AttentionKind
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.recipe import run_folder
 from moba_train.checkpoint.retention import Evaluated
@@ -23,14 +23,15 @@ _MOST_ROWS = 200
 """Rows of a table."""
 
 
-def model_card(saved: SavedRun, kinds: Sequence[AttentionKind], dtype: str, with_code: bool) -> str:
-    """README.md of an export of `saved` in `dtype`, whose layers attend by `kinds`."""
+def model_card(saved: SavedRun, kinds: Sequence[AttentionKind], dtype: str, with_code: bool, needs_code: bool) -> str:
+    """README.md of an export of `saved` in `dtype`, whose layers attend by `kinds`. needs_code: no program runs it
+    without its code."""
     head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [moba_train, long-context]\n---\n"
     sections = {
         "Training": _training(saved),
         "Attention": _attention(kinds),
         "Evaluations": _evaluations(saved),
-        "Use": _use(saved, kinds, with_code),
+        "Use": _use(with_code, needs_code),
         "Not tested": _not_tested(with_code),
     }
     text = "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
@@ -111,7 +112,7 @@ def _numbers(saved: SavedRun) -> Iterator[tuple[str, str, str, float]]:
                 yield from ((path.name, str(content["attention"]), *row) for row in rows[:_MOST_ROWS])
 
 
-def _use(saved: SavedRun, kinds: Sequence[AttentionKind], with_code: bool) -> Iterator[str]:
+def _use(with_code: bool, needs_code: bool) -> Iterator[str]:
     arguments = "FOLDER, trust_remote_code=True" if with_code else "FOLDER"
     yield "```python"
     yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -120,13 +121,16 @@ def _use(saved: SavedRun, kinds: Sequence[AttentionKind], with_code: bool) -> It
     yield 'inputs = tokenizer("A prompt", return_tensors="pt")'
     yield "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"
     yield "```\n"
-    learnt = sorted({kind.name for kind in kinds if parameter_count(kind, saved.config.model)})
     if with_code:
         yield (
             "Prompts are read with the attention above, and new tokens attend to every token before them; with "
-            '`moba_decode="own"` they attend as their layer does. The code needs PyTorch and transformers 5. Without '
-            "`trust_remote_code` the model is an ordinary one with full attention"
-            + (f", which lacks the parameters of {', '.join(learnt)}: do not use it so." if learnt else ".")
+            '`moba_decode="own"` they attend as their layer does. The code needs PyTorch and transformers 5. '
+            + (
+                "Without `trust_remote_code` transformers refuses the model."
+                if needs_code
+                else "Without `trust_remote_code` the model is an ordinary one with full attention."
+            )
+            + " The kernels in `kernels/` read prompts faster on NVIDIA GPUs; without the folder plain PyTorch does."
         )
     else:
         yield (

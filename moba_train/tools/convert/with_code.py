@@ -1,83 +1,84 @@
 """Exports that run without this package: the modelling code that travels with the weights, and what it can run.
 
-The code is remote_code/, for transformers with `trust_remote_code`. What it can do is listed here key by key, so that a
-model with anything new is refused until the code has learnt it.
+The code is remote_code/, for transformers with `trust_remote_code`. The kinds and options that it can run are listed
+here, so that a kind with anything new is refused until the code has learnt it; `tools/hf/own.py` (`SHAPE`) lists the
+rest of a model.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from moba_train.attention.kind import AttentionKind
 from moba_train.output_files import write_new
 from moba_train.tools.convert.hf_export import full_entry
+from moba_train.tools.convert.kernel_folder import write_kernels
+from moba_train.tools.hf.family import Family
 
 CODE = Path(__file__).parent / "remote_code"
-FILES = ("modeling_moba_train.py", "attention_moba_train.py")
-CLASS = "modeling_moba_train.MobaForCausalLM"
+DESCRIPTIONS = {
+    "modeling_moba_train.py": "the model's code, for transformers without moba_train",
+    "attention_moba_train.py": "its attention to all tokens, to windows and to blocks",
+    "selectors_moba_train.py": "its other selections of blocks",
+    "nsa_moba_train.py": "its compressed, selected and window attention",
+    "linear_moba_train.py": "its attention with a state",
+    "cache_moba_train.py": "what it keeps of earlier tokens",
+    "kernels": "its kernels for NVIDIA GPUs, which may be left out",
+}
+"""The code's files, and the folder of kernels."""
+_MODULE = "modeling_moba_train"
+_OWN = "moba_train"
+"""model_type of models that only the code can run."""
+_PLAIN = ("llama", "qwen2", "qwen3")
+"""Ordinary models that the code can run."""
 
+_GATE = {"mode", "block_size", "topk", "train_gate", "kl_weight"}
 LAYERS: dict[str, frozenset[str]] = {
     "full": frozenset(),
     "window": frozenset({"window", "sinks"}),
     "moba": frozenset({"block_size", "topk", "select", "always", "key_conv"}),
-    "msa": frozenset({"mode", "block_size", "topk", "index_dim", "train_gate", "kl_weight"}),
+    "msa": frozenset(_GATE | {"index_dim"}),
+    "qsa": frozenset(_GATE | {"index_dim"}),
+    "seer": frozenset(_GATE | {"threshold", "gate_dim"}),
+    "infllm_v2": frozenset({"block_size", "topk", "first_blocks", "local_blocks", "window", "stride", "dense_len"}),
+    "nsa": frozenset(
+        {"compressed_block", "stride", "hidden", "block_size", "topk", "first", "local", "window", "separate_kv"}
+    ),
+    "lightning": frozenset({"decay"}),
+    "gdn": frozenset(),
+    "kda": frozenset(),
 }
 """Attention kinds of the code, and their options there (`Kind.OPTIONS`)."""
-_FIXED: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False}
-_CONFIG = {
-    *("architectures", "model_type", "dtype", "torch_dtype", "max_position_embeddings"),
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "rms_norm_eps", "initializer_range", "tie_word_embeddings"),
-    *("rope_theta", "rope_scaling"),
-}
-"""Keys of config.json that the code reads, or that change nothing it computes."""
-_MODELS = ("llama", "qwen2", "qwen3")
-_ROPES = {
-    "linear": frozenset({"factor"}),
-    "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}),
-    "llama3": frozenset({"factor", "original_max_position_embeddings", "high_freq_factor", "low_freq_factor"}),
-}
 
 
-def code_problems(contents: Mapping[str, Any], kinds: Sequence[AttentionKind]) -> Iterator[str]:
-    """Reasons why the code cannot run a model with this config.json, before tokens and layers are in it, and with these
-    attention kinds."""
-    if contents["model_type"] not in _MODELS:
-        yield f"model_type {contents['model_type']!r} is not one of {', '.join(_MODELS)}, which --with-code can run"
-        return
-    for key in sorted(contents.keys() - _CONFIG - _FIXED.keys()):
-        yield f"{key} in config.json is unknown to the code of --with-code"
-    for key, value in _FIXED.items():
-        if contents.get(key, value) != value:
-            yield f"{key} in config.json is {contents[key]!r}; the code of --with-code knows {value!r}"
-    rope = contents["rope_scaling"]
-    if rope is not None and (
-        rope["rope_type"] not in _ROPES or rope.keys() - {"rope_type"} - _ROPES[rope["rope_type"]]
-    ):
-        yield f"rope_scaling {rope} in config.json is unknown to the code of --with-code"
+def code_families(needed: bool) -> tuple[str, ...]:
+    """Families whose models the code runs. needed: attention kinds have parameters, so that an ordinary model would
+    compute something else."""
+    return (_OWN,) if needed else (*_PLAIN, _OWN)
+
+
+def code_problems(kinds: Sequence[AttentionKind]) -> Iterator[str]:
+    """Reasons why the code cannot run a model with these attention kinds."""
     for kind in dict.fromkeys(kinds):
         if kind.name not in LAYERS:
             yield f"kind {kind.name!r} is not one of {', '.join(LAYERS)}, which the code of --with-code can run"
         else:
-            for option in sorted(full_entry(kind).keys() - {"kind"} - LAYERS[kind.name]):
+            given = {option for option, value in full_entry(kind).items() if value is not None}
+            for option in sorted(given - {"kind"} - LAYERS[kind.name]):
                 yield f"option {option!r} of kind {kind.name!r} is unknown to the code of --with-code"
 
 
 def write_code(output: Path) -> None:
-    """Write the code into the folder of an export."""
-    for name in FILES:
-        write_new(output / name, (CODE / name).read_bytes())
+    """Write the code and its kernels into the folder of an export."""
+    for file in CODE.glob("*_moba_train.py"):
+        write_new(output / file.name, file.read_bytes())
+    write_kernels(output)
 
 
-def code_config(kinds: Sequence[AttentionKind], needed: bool) -> dict[str, Any]:
-    """Entries of config.json for the code: the attention of each layer and of new tokens, and where the code is.
-
-    needed: kinds have parameters, so that the ordinary architecture would compute something else. Programs that go by
-    the architecture's name then refuse the model; transformers without `trust_remote_code` does not look at it.
-    """
-    own = {"architectures": [CLASS.rpartition(".")[2]]} if needed else {}
-    return own | {
-        "moba": {"layers": [full_entry(kind) for kind in kinds]},
-        "moba_decode": "full",
-        "auto_map": {"AutoModelForCausalLM": CLASS},
-    }
+def code_config(family: Family) -> dict[str, Any]:
+    """Entries of config.json for the code. A model that needs the code also names the code's config, so that
+    transformers refuses it without `trust_remote_code`."""
+    classes = {"AutoModelForCausalLM": f"{_MODULE}.MobaForCausalLM"}
+    if family.needs_code:
+        classes["AutoConfig"] = f"{_MODULE}.MobaConfig"
+    return {"moba_decode": "full", "auto_map": classes}

@@ -60,6 +60,8 @@ def read_model_config(folder: Path) -> ModelConfig:
             if type(getattr(numbers, ours)) is int and type(config[key]) is not int:
                 raise CheckpointError(f"{key} is {given(config[key])}, allowed: integer")
         model = ModelConfig.model_validate(family.values(config))
+        if model.head_width < 1:
+            raise CheckpointError(f"num_attention_heads is {model.heads}, allowed: at most hidden_size")
         family.attention(config)
         ropes = dict.fromkeys(model.rope.by_layer(model.layers))
         if problems := [text for rope in ropes for text in longrope_problems(rope, model.head_width, "model.rope")]:

@@ -5,7 +5,7 @@ Llama (also SmolLM2), Qwen2 and Qwen3 are here.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -110,6 +110,12 @@ class Family:
     """Beginnings of the names of tensors that the model is one without."""
     windows: ClassVar[bool] = False
     """True if `layer_types` may name layers with a sliding window."""
+    needs_code: ClassVar[bool] = False
+    """True if transformers has no such model, so that its code must come from elsewhere."""
+    asked_for: ClassVar[bool] = False
+    """True if an export takes the family only where its caller names it."""
+    own_ropes: ClassVar[bool] = False
+    """True if `written` has all that a config says of rotary embeddings."""
     heads_divide_width: ClassVar[bool] = True
     """True if transformers refuses models whose heads do not divide the hidden size."""
     others: ClassVar[frozenset[str]] = frozenset()
@@ -172,6 +178,10 @@ class Family:
         if len(found) != config["num_hidden_layers"]:
             raise CheckpointError(f"layer_types has {len(found)} entries, allowed: one for each layer")
         return [types[name] for name in found]
+
+    def cautions(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """Conditions under which published code computes something else than we do of this config."""
+        return iter(())
 
     def unread(self, config: Mapping[str, Any]) -> list[str]:
         """Keys of config.json that no one has read, sorted."""

@@ -19,6 +19,7 @@ from moba_train.model.build import build_attention, build_model
 from moba_train.model.spec import model_spec
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import joined_world
+from moba_train.registry import MODEL_FAMILIES
 from moba_train.run.progress import Progress
 from moba_train.tools.convert.hf_export import read_layers
 from moba_train.tools.hf.config import read_family, read_model_config
@@ -166,6 +167,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 1e6},
     },
 }
+
+
+PUBLISHED = [name for name in MODEL_FAMILIES if not MODEL_FAMILIES[name].asked_for]
+"""Families that an export may take by itself."""
 
 
 def make_hf_model(family: str, folder: Path, **changes: Any) -> Any:

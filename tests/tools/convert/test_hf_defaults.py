@@ -17,9 +17,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEm
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.rope import rope_frequencies
-from moba_train.registry import MODEL_FAMILIES
 from moba_train.tools.hf.config import read_family, read_model_config
 from tests.attention.helpers import labelled
+from tests.tools.convert.hf_models import PUBLISHED
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -69,7 +69,7 @@ def assert_turns_as_in_transformers(ours: ModelConfig, theirs: Any) -> None:
             torch.testing.assert_close(found, rotary(flat).inv_freq, msg=labelled(f"layer {layer}"))
 
 
-@pytest.mark.parametrize("model_type", MODEL_FAMILIES)
+@pytest.mark.parametrize("model_type", PUBLISHED)
 def test_each_default_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
     assert_read_as_transformers_reads_it(tmp_path, {"model_type": model_type})
     config = SMALL | {"model_type": model_type}
@@ -90,7 +90,7 @@ def test_each_default_is_that_of_transformers(model_type: str, tmp_path: Path) -
             assert_read_as_transformers_reads_it(tmp_path, config | {"rope_scaling": rest})
 
 
-@pytest.mark.parametrize("model_type", MODEL_FAMILIES)
+@pytest.mark.parametrize("model_type", PUBLISHED)
 @pytest.mark.parametrize(
     "key", ["attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings", "layer_types"]
 )

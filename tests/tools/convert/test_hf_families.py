@@ -11,13 +11,13 @@ import torch
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.build import build_attention
-from moba_train.registry import MODEL_FAMILIES
 from moba_train.tools.convert.hf import export_to_hf, imported_recipe
 from moba_train.tools.convert.hf_export import hf_config, parse_layer
 from moba_train.tools.hf.config import read_family, read_model_config
 from moba_train.tools.saved_recipe import open_checkpoint
 from tests.tools.convert.hf_models import (
     FAMILIES,
+    PUBLISHED,
     logits,
     make_hf_model,
     our_model,
@@ -241,7 +241,7 @@ def test_what_changes_the_function_is_refused_by_its_key(
         read_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("model_type", MODEL_FAMILIES)
+@pytest.mark.parametrize("model_type", PUBLISHED)
 def test_a_key_that_nothing_reads_is_listed(model_type: str, tmp_path: Path) -> None:
     config = {"model_type": model_type, "rms_norm_eps": 1e-5, "eos_token_id": 2, "attention_chunks": 3, "mu": None}
     (tmp_path / "config.json").write_text(json.dumps(config))

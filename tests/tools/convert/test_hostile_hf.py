@@ -35,6 +35,11 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+OWN: dict[str, Any] = {
+    **{"rms_norm_eps": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": False},
+    "moba": {"layers": [{"kind": "full"}], "model": {"norms": "both"}, "ropes": [{"kind": "none"}, {"kind": "nope"}]},
+}
+"""More keys, which our own models need."""
 
 
 @pytest.fixture
@@ -118,6 +123,7 @@ def test_export_does_not_copy_what_a_link_leads_to(folder: Path, name: str, monk
         ("num_hidden_layers", 10**9, "num_hidden_layers: given 1000000000; allowed: integer >= 1 and <= 10000"),
         ("vocab_size", 10**18, "vocab_size: given 1000000000000000000; allowed: integer >= 2 and <= 16777216"),
         ("num_attention_heads", 10**9, "num_attention_heads: given 1000000000; allowed: integer >= 1 and <= 65536"),
+        ("num_attention_heads", 17, "num_attention_heads is 17, allowed: at most hidden_size"),
         ("head_dim", 10**9, "head_dim: given 1000000000; allowed: integer >= 2 and <= 16777216"),
         ("rope_theta", 10**400, "json: rope_theta: given 1"),
         ("tie_word_embeddings", "both", "tie_word_embeddings: given 'both'; allowed: true | false"),
@@ -145,6 +151,24 @@ def test_deep_json_is_an_error_with_a_message(folder: Path, name: str) -> None:
     assert "nested too deeply" in said
 
 
+@pytest.mark.parametrize(
+    ("moba", "said"),
+    [
+        (3, "moba.model is null, allowed: an object of activation"),
+        (OWN["moba"] | {"model": {"width": 3}}, "moba.model is {'width': 3}, allowed: an object of activation"),
+        (OWN["moba"] | {"model": {"norms": "none"}}, "norms: given 'none'; allowed: "),
+        (OWN["moba"] | {"ropes": [{}]}, "moba.ropes is [{}], allowed: a list of 2 objects of beta_fast"),
+        (OWN["moba"] | {"ropes": [{"theta": 0}] * 2}, "rope.theta: given 0; allowed: number > 1"),
+        (OWN["moba"] | {"ropes": [{"turns": 3}, {}]}, "a list of 2 objects of beta_fast"),
+    ],
+)
+def test_what_our_own_models_say_is_checked(folder: Path, moba: object, said: str) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | OWN | {"model_type": "moba_train", "moba": moba}))
+    found = convert("hf-to-moba", folder, folder.parent / "out")
+    assert found.startswith("2 error: ")
+    assert said in found
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -157,8 +181,10 @@ def changed_configs(model_type: str) -> st.SearchStrategy[dict[str, Any]]:
     """Configs of a family with other values of keys that it reads."""
     family = family_of(model_type)
     keys = sorted({*CONFIG, *KEYS, *family.defaults, *family.fixed, *family.others} - {"model_type"})
+    if family.needs_code:
+        keys.append("moba")
     changes = st.dictionaries(st.sampled_from(keys), json_values, max_size=3)
-    return changes.map(lambda found: CONFIG | {"model_type": model_type} | found)
+    return changes.map(lambda found: CONFIG | OWN | {"model_type": model_type} | found)
 
 
 @given(config=st.sampled_from([*MODEL_FAMILIES]).flatmap(changed_configs))

@@ -16,31 +16,42 @@ from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import model_tensors
 from moba_train.config.load import dump_config
+from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
-from moba_train.model.build import build_attention, build_model
+from moba_train.mechanisms.window import WindowKind
+from moba_train.model.build import build_model
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import joined_world
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.run.progress import Progress
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.convert.hf_export import hf_config
-from moba_train.tools.convert.with_code import FILES, LAYERS, code_problems
+from moba_train.tools.convert.with_code import DESCRIPTIONS, LAYERS, code_families, code_problems
 from moba_train.tools.evaluate import load_on_this_machine
 from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 from moba_train.tools.hf.config import read_model_config
+from moba_train.tools.hf.own import ROPE, SHAPE
 from moba_train.tools.hf.weights import load_hf_weights
 from moba_train.tools.inference.generate import Sampling, generate_batch
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 from tests.tools.convert import without_package
-from tests.tools.convert.hf_models import logits, make_hf_model, random_tokens
+from tests.tools.convert.hf_models import VOCAB, logits, make_hf_model, random_tokens
 from tests.tools.convert.without_package import NEW
 
 PROMPTS = [random_tokens(150), random_tokens(93)]
 LAYERS_OF: dict[str, list[dict[str, Any]]] = {
     "llama3": [
         {"kind": "moba", "block_size": 16, "topk": 3},
-        {"kind": "moba", "block_size": 24, "topk": 4, "always": ["current", "first"], "key_conv": 3},
+        {
+            "kind": "infllm_v2",
+            "block_size": 16,
+            "topk": 4,
+            "local_blocks": 2,
+            "window": 8,
+            "stride": 4,
+            "dense_len": 32,
+        },
         {"kind": "full"},
     ],
     "qwen2": [
@@ -53,24 +64,82 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
         {"kind": "msa", "block_size": 16, "topk": 4, "index_dim": 4},
         {"kind": "msa", "mode": "warmup", "block_size": 16},
     ],
+    "entries": [
+        {"kind": "moba", "block_size": 24, "topk": 4, "always": ["current", "first"], "key_conv": 3},
+        {"kind": "qsa", "block_size": 4, "topk": 9},
+        {"kind": "qsa", "mode": "warmup", "block_size": 4},
+    ],
+    "nsa": [
+        {"kind": "nsa", **{"compressed_block": 8, "stride": 4, "block_size": 16, "topk": 4, "local": 2, "window": 20}},
+        {"kind": "nsa", **{"compressed_block": 8, "stride": 8, "block_size": 8, "topk": 5, "window": 16}}
+        | {"separate_kv": False, "hidden": 5, "first": 0},
+        {"kind": "full"},
+    ],
+    "seer": [
+        {"kind": "seer", "block_size": 16, "topk": 3},
+        {"kind": "seer", "block_size": 16, "topk": 4, "threshold": 0.15, "gate_dim": 4},
+        {"kind": "seer", "mode": "warmup", "block_size": 16},
+    ],
+    "states": [{"kind": "lightning"}, {"kind": "gdn"}, {"kind": "kda"}],
+    "sinks": [
+        {"kind": "moba", "block_size": 16, "topk": 3},
+        {"kind": "window", "window": 32},
+        {"kind": "full"},
+    ],
 }
+"""Attention of each model, whose shape is that family's or in `SHAPES`."""
+SIZES = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "layers": 3, "heads": 6, "kv_heads": 2}
+YARN = {"kind": "yarn", "factor": 4.0, "original_seq_len": 64}
+SHAPES: dict[str, dict[str, Any]] = {
+    "entries": {
+        "qk_norm": "all_heads",
+        "norms": "post",
+        "centered_norms": True,
+        "rope": {"overrides": {1: {"theta": 500.0}, 2: YARN}},
+    },
+    "seer": {"norms": "both", "centered_norms": True, "activation": "gelu_tanh", "qk_norm": True, "head_dim": 16},
+    "nsa": {"qk_norm": True, "qkv_bias": True},
+    "states": {"gate_layers": [0, 2], "output_gate": "head", "tie_embeddings": True},
+    "sinks": {
+        "sink_layers": "all",
+        "activation": "clamped",
+        "gate_layers": "last:2",
+        "rope": {"fraction": 0.5, "overrides": {"every:2": {"kind": "nope"}}},
+        **{"embedding_scale": 3.0, "attention_scale": 0.5, "residual_scale": 0.7, "logits_divisor": 2.0},
+    },
+}
+PARAMETRIC = ("msa", "qsa", "nsa", "seer", "lightning", "gdn", "kda")
+CUT = [name for name in LAYERS_OF if name != "states"]
+"""Models whose cache can be cut."""
+AS_TRAINED = [name for name in LAYERS_OF if name != "seer"]
+"""Models that can attend to new tokens as trained."""
 
 
 class Exported(NamedTuple):
     """Our model, its export, and what that says elsewhere."""
 
+    name: str
     model: Transformer
     folder: Path
     answers: dict[str, Any]
 
 
-def save_run(folder: Path, family: str, layers: list[dict[str, Any]]) -> None:
-    """A checkpoint in `folder`/run of a random model with this attention."""
-    make_hf_model(family, folder / "hf")
+def save_run(folder: Path, name: str, layers: list[dict[str, Any]]) -> None:
+    """A checkpoint in `folder`/run of a random model with this attention, the family's or one of `SHAPES`."""
+    if name in SHAPES:
+        save_model(folder, SIZES | SHAPES[name], layers)
+    else:
+        make_hf_model(name, folder / "hf")
+        save_model(folder, read_model_config(folder / "hf").model_dump(), layers)
+
+
+def save_model(folder: Path, shape: dict[str, Any], layers: list[dict[str, Any]]) -> None:
+    """A checkpoint in `folder`/run with this `model` section, whose weights are those in `folder`/hf if there are
+    any, and random ones."""
     recipe = {
         "name": "tiny",
         "run_dir": str(folder / "run"),
-        "model": read_model_config(folder / "hf").model_dump(),
+        "model": shape,
         "attention": {"default": "full", "overrides": dict(enumerate(layers))},
         "data": {"train": [{"path": "books", "weight": 3}, {"path": "web"}]},
         "batch_tokens": 256,
@@ -81,7 +150,8 @@ def save_run(folder: Path, family: str, layers: list[dict[str, Any]]) -> None:
     torch.manual_seed(3)
     for parameter in model.parameters():
         parameter.data = 0.3 * torch.randn_like(parameter)
-    load_hf_weights(model, folder / "hf")
+    if (folder / "hf").exists():
+        load_hf_weights(model, folder / "hf")
     with joined_world():
         checkpointer = Checkpointer(folder / "run" / "checkpoints", Retention(1))
         meta = {"progress": Progress(step=2).to_meta(), "config": dump_config(config)}
@@ -114,26 +184,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def exported(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Exported:
     folder = folders[request.param]
     model = load_trained(open_checkpoint(folder / "run"), torch.device("cpu"), torch.float64)
-    return Exported(model, folder / "out", torch.load(folder / "answers.pt"))
+    return Exported(request.param, model, folder / "out", torch.load(folder / "answers.pt"))
 
 
 def test_logits_are_ours(exported: Exported) -> None:
-    """With both implementations of full attention, and up to rounding in bfloat16."""
+    """With all implementations of full attention, and up to rounding in bfloat16."""
     expected = logits(exported.model, PROMPTS[0])
-    for name in ("logits", "eager"):
+    for name in ("logits", "eager", "flex_attention"):
         torch.testing.assert_close(exported.answers[name], expected, rtol=0, atol=1e-10)
     difference = (exported.answers["bfloat16"] - expected).abs()
     assert difference.median() < 0.05 < expected.std()
 
 
+@pytest.mark.parametrize("exported", AS_TRAINED, indirect=True)
 def test_decoding_as_trained_equals_one_pass(exported: Exported) -> None:
     """A prompt, then its tokens one by one, then many at once, in one cache."""
     torch.testing.assert_close(exported.answers["decoded"], exported.answers["logits"], rtol=0, atol=1e-10)
 
 
 def test_padding_changes_nothing(exported: Exported) -> None:
+    """Padding behind a prompt neither, except where the mean query of the last block selects."""
     expected = logits(exported.model, PROMPTS[1])
-    for name in ("short", "padded", "padded right"):
+    for name in ("short", "padded", *["padded right"] * (exported.name != "seer")):
         torch.testing.assert_close(exported.answers[name], expected, rtol=0, atol=1e-10)
 
 
@@ -141,14 +213,35 @@ def test_padding_changes_nothing(exported: Exported) -> None:
 def test_a_padded_batch_generates_what_ours_does(exported: Exported, decode: Any) -> None:
     """The first call of `generate` attends as the layers do; new tokens as `decode` says."""
     prompts = [prompt.tolist() for prompt in PROMPTS]
+    answered = exported.answers[f"generated {decode}"]
+    if exported.name not in AS_TRAINED:
+        decode = "full"
     steps = [*generate_batch(exported.model, prompts, NEW, Sampling(temperature=0), decode=decode)]
     expected = [[step[row] for step in steps] for row in range(len(prompts))]
-    assert exported.answers[f"generated {decode}"].tolist() == expected
+    assert answered.tolist() == expected
 
 
-def test_speculative_decoding_and_beams_cut_and_reorder_the_cache(exported: Exported) -> None:
+def test_a_static_cache_generates_the_same(exported: Exported) -> None:
+    for decode in ("full", "own"):
+        assert exported.answers[f"static {decode}"].tolist() == exported.answers[f"generated {decode}"].tolist()
+
+
+@pytest.mark.parametrize("exported", [name for name in CUT if name in AS_TRAINED], indirect=True)
+def test_speculative_decoding_cuts_the_cache(exported: Exported) -> None:
+    """Guesses are those of the prompt, and those of a model that attends otherwise."""
+    for name in ("looked up", "assisted"):
+        assert exported.answers[name].tolist() == exported.answers["generated own"][0].tolist()
+
+
+@pytest.mark.parametrize("exported", ["states"], indirect=True)
+def test_speculative_decoding_with_a_state_is_refused(exported: Exported) -> None:
+    assert "not supported with stateful models" in exported.answers["looked up"]
+    assert "cannot be cut" in exported.answers["cut"]
+
+
+@pytest.mark.parametrize("exported", AS_TRAINED, indirect=True)
+def test_beams_reorder_the_cache(exported: Exported) -> None:
     answers = exported.answers
-    assert answers["looked up"].tolist() == answers["generated own"][0].tolist()
     torch.testing.assert_close(torch.stack(answers["beams"]), answers["beam scores"].double(), rtol=0, atol=1e-4)
 
 
@@ -166,7 +259,8 @@ def test_chunks_of_queries_and_gradients(exported: Exported, monkeypatch: pytest
     from moba_train.tools.convert.remote_code import attention_moba_train, modeling_moba_train
 
     monkeypatch.setattr(attention_moba_train, "_SCORES", 6000)
-    config = AutoConfig.from_pretrained(exported.folder)
+    plain = exported.answers["ordinary"].endswith("ForCausalLM")
+    config = (AutoConfig if plain else modeling_moba_train.MobaConfig).from_pretrained(exported.folder)
     theirs = modeling_moba_train.MobaForCausalLM.from_pretrained(exported.folder, config=config, dtype=torch.float64)
     tokens = PROMPTS[0]
     found = theirs(tokens[None]).logits[0]
@@ -181,11 +275,13 @@ def test_chunks_of_queries_and_gradients(exported: Exported, monkeypatch: pytest
 
 
 def test_it_comes_back_as_a_checkpoint(exported: Exported, tmp_path: Path) -> None:
-    """With the parameters of attention kinds."""
-    import_from_hf(exported.folder, tmp_path / "again")
-    again = load_trained(open_checkpoint(tmp_path / "again"), torch.device("cpu"), torch.float64)
+    """With the parameters of attention kinds; also if transformers has loaded and saved it."""
+    torch.testing.assert_close(exported.answers["saved"], exported.answers["logits"], rtol=0, atol=1e-10)
     expected = logits(exported.model, PROMPTS[0])
-    torch.testing.assert_close(logits(again, PROMPTS[0]), expected, rtol=0, atol=0)
+    for name in ("out", "saved"):
+        import_from_hf(exported.folder.parent / name, tmp_path / name)
+        again = load_trained(open_checkpoint(tmp_path / name), torch.device("cpu"), torch.float64)
+        torch.testing.assert_close(logits(again, PROMPTS[0]), expected, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -205,7 +301,7 @@ def test_on_a_gpu_it_says_the_same(exported: Exported) -> None:
 
 def test_what_the_code_cannot_do_is_refused_by_name(exported: Exported) -> None:
     messages = {
-        "static": "cache: StaticCache given, allowed: a DynamicCache",
+        "quantized": "cache: StaticCache given, allowed: a DynamicCache or StaticCache",
         "holes": "attention_mask: has padding between tokens",
         "packed": "position_ids: begin again",
         "attentions": "output_attentions: given",
@@ -215,14 +311,18 @@ def test_what_the_code_cannot_do_is_refused_by_name(exported: Exported) -> None:
         assert message in exported.answers[name]
 
 
-def test_programs_that_go_by_the_architecture_refuse_what_needs_the_code(exported: Exported) -> None:
+def test_only_what_needs_the_code_is_refused_without_trust(exported: Exported) -> None:
+    """Programs that go by the architecture refuse it, and so does transformers: it would run another function."""
     config = json.loads((exported.folder / "config.json").read_text())
-    assert any(layer.get("key_conv") or layer["kind"] == "msa" for layer in config["moba"]["layers"])
-    assert config["architectures"] == ["MobaForCausalLM"]
-
-
-def test_without_trust_it_is_an_ordinary_model(exported: Exported) -> None:
-    assert exported.answers["ordinary"] in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    needed = any(layer.get("key_conv") or layer["kind"] in PARAMETRIC for layer in config["moba"]["layers"])
+    if exported.name == "llama3":
+        assert not needed
+        assert exported.answers["ordinary"] == "LlamaForCausalLM"
+        assert config["architectures"] == ["LlamaForCausalLM"]
+    else:
+        assert needed or exported.name == "sinks"
+        assert "trust_remote_code=True" in exported.answers["ordinary"]
+        assert (config["model_type"], config["architectures"]) == ("moba_train", ["MobaForCausalLM"])
 
 
 def test_the_card_says_what_the_run_knows(exported: Exported) -> None:
@@ -235,30 +335,33 @@ def test_the_card_says_what_the_run_knows(exported: Exported) -> None:
     assert "The run folder has no evaluation of this checkpoint." in card
 
 
-def test_the_list_of_the_exporter_is_that_of_the_code() -> None:
-    """And the code knows every option of its kinds but the backend, which no other program has."""
-    from moba_train.tools.convert.remote_code.attention_moba_train import KINDS as CODE
+def test_the_lists_of_the_exporter_are_those_of_the_code() -> None:
+    """And the code knows every option of its kinds but the backend, which no other program has, and those that do
+    nothing unless they are given: with these it refuses a model."""
+    from moba_train.tools.convert.remote_code import attention_moba_train, modeling_moba_train
 
-    assert {name: kind.OPTIONS for name, kind in CODE.items()} == LAYERS
+    assert {name: kind.OPTIONS for name, kind in modeling_moba_train.KINDS.items()} == LAYERS
+    assert (modeling_moba_train.ROPE, {*attention_moba_train.SHAPE}) == (ROPE, SHAPE)
     for name, options in LAYERS.items():
-        assert KINDS[name].Options.model_fields.keys() - {"backend"} == options
+        fields = KINDS[name].Options.model_fields
+        assert options <= fields.keys()
+        assert all(fields[key].default is None for key in fields.keys() - options - {"backend"})
 
 
-def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYERS, "window", frozenset({"window"}))
+    (problem,) = code_problems([WindowKind(WindowKind.Options(window=8, sinks=2), 8)])
+    assert problem.startswith("option 'sinks' of kind 'window' is unknown")
     save_run(tmp_path, "qwen2", [{"kind": "moba_v05", "block_size": 16, "topk": 3}])
     saved = open_checkpoint(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="kind 'moba_v05' is not one of full, window, moba, msa"):
+    with pytest.raises(CheckpointError, match="kind 'moba_v05' is not one of full, window, moba, msa, qsa"):
         export_to_hf(saved, tmp_path / "out", torch.float32, shard_bytes=40_000, with_code=True)
     assert not (tmp_path / "out").exists()
-    model = saved.config.model
-    config = hf_config(model, model.rope, 256, "float32")
-    full = build_attention(saved.stage.attention[1:], model.head_width)
-    assert [*code_problems(config, full)] == []
-    for changed in ({"sinks": True}, {"hidden_act": "gelu"}, {"rope_scaling": {"rope_type": "new"}}):
-        (problem,) = code_problems(config | changed, full)
-        assert next(iter(changed)) in problem
-    (problem,) = code_problems(config | {"model_type": "gemma3"}, full)
-    assert "gemma3" in problem
+    model = saved.config.model.model_copy(update={"residual_scale": 0.5})
+    assert hf_config(model, model.rope, 256, "float32", families=code_families(False))["model_type"] == "moba_train"
+    moe = ModelConfig.model_validate(model.model_dump() | {"moe": {"experts": 4, "active": 2, "intermediate_size": 16}})
+    with pytest.raises(CheckpointError, match=r"model\.moe\.active.*: no Hugging Face architecture has"):
+        hf_config(moe, moe.rope, 256, "float32", families=code_families(False))
 
 
 def test_without_code_there_is_a_card_and_no_code(tmp_path: Path) -> None:
@@ -274,4 +377,4 @@ def test_without_code_there_is_a_card_and_no_code(tmp_path: Path) -> None:
     assert "| step_2.json | moba | validation_loss | 2.5 |" in card
     assert "other.json" not in card
     assert "trust_remote_code" not in card
-    assert not any((tmp_path / "out" / name).exists() for name in FILES)
+    assert not any((tmp_path / "out" / name).exists() for name in DESCRIPTIONS)

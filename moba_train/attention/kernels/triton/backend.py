@@ -91,7 +91,7 @@ def _kernels(file: str) -> Any:
     It has `attend(call, lists, out, lse)`, which writes out [T, H, D] and lse [H, T], or `attend_backward(call, lists,
     dout, stats)`, which returns dq, dk and dv.
     """
-    return import_module(f"moba_train.attention.kernels.{file.removesuffix('.py').replace('/', '.')}")
+    return import_module(f"..{file.removesuffix('.py').replace('/', '.')}", __package__)
 
 
 def _lists(call: BlockCall, tensors: list[Tensor]) -> BlockLists:

@@ -1,108 +1,83 @@
-"""Kinds of attention of a model trained by moba_train, and what they keep in the cache of transformers.
+"""Attention of a model trained by moba_train to all tokens, to windows and to blocks.
 
 - `full`: every token before.
 - `window`: the last tokens before, and the first ones of the text (`sinks`).
 - `moba`: Mixture of Block Attention (Lu et al. 2025, arXiv:2502.13189): the query's own block and the earlier blocks
   whose mean keys fit it best; with `key_conv`, of convolved keys (FlashMoBA, Xiao et al. 2025, arXiv:2511.11571).
-- `msa`: MiniMax Sparse Attention (arXiv:2606.13392): the blocks whose best tokens an index branch scores highest.
 
-A kind is a module with its own parameters, or without any. Blocks are counted from each text's first token.
+Kinds that select by other scores are in selectors_moba_train.py, kinds with a state in linear_moba_train.py. A kind is
+a module with its own parameters, or without any. Blocks are counted from each text's first token.
 
 Shape suffixes: B texts, T new tokens, t some of them, S all tokens, D hidden size, H query heads, K key/value heads,
-d head width, w width of an index, N blocks, b tokens of a block, C selected blocks of a query, J their tokens,
-X = B * K, x = t * H / K queries of a key/value head, r some of these.
+d head width, N blocks, b tokens of a block, C selected blocks of a query, J their tokens, X = B * K, x = t * H / K
+queries of a key/value head, r some of these.
 """
 
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from .cache_moba_train import Kept, Text, Texts, wide
 
 _SCORES = 2**26
 """Scores in memory at a time."""
 _FEW = 16
 """New tokens up to which the keys of each query's blocks are copied."""
-
-Rotate = Callable[[Tensor], Tensor]
-"""Applies the rotary embedding of the new tokens to [B, heads, T, any even width]."""
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores, softmax and sums: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
+_SHORT = 32
+"""Tokens of a block below which a prompt's scores are computed for all tokens and masked: blocks are too many to loop
+over."""
 
 
-class Text(NamedTuple):
-    """Texts of a batch with as much padding before them, which begin at token `first`."""
+class Rotary:
+    """Rotary embedding by an entry of `ropes`, at the positions [B, T] of the new tokens; angles are formed in
+    float64."""
 
-    rows: slice | list[int]
-    first: int
+    def __init__(self, frequencies: Callable[[int, torch.device], tuple[Tensor, float]], positions_BT: Tensor) -> None:
+        self._frequencies = frequencies
+        self._positions_BT = positions_BT
+        self._angles = functools.cache(lambda width, device: self._cos_sin(self._positions_BT, width, device))
+
+    def __call__(self, x_BHTd: Tensor) -> Tensor:
+        """Rotates [B, heads, T, any even width]."""
+        return self._rotate(x_BHTd, *self._angles(x_BHTd.shape[-1], x_BHTd.device))
+
+    def at(self, x_BHNd: Tensor, positions_N: Tensor) -> Tensor:
+        """Rotates [B, heads, N, any even width] at positions that all texts share."""
+        return self._rotate(x_BHNd, *self._cos_sin(positions_N[None], x_BHNd.shape[-1], x_BHNd.device))
+
+    def _cos_sin(self, positions_BT: Tensor, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        frequencies, scale = self._frequencies(width, device)
+        angles_B1Td = (positions_BT.to(device).double()[..., None] * frequencies)[:, None]
+        return (scale * angles_B1Td.cos()).float(), (scale * angles_B1Td.sin()).float()
+
+    @staticmethod
+    def _rotate(x_BHTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turning, rest = x_BHTd.tensor_split([2 * cos.shape[-1]], -1)
+        first, second = turning.to(wide(x_BHTd.dtype)).chunk(2, -1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        return torch.cat((turned.to(x_BHTd.dtype), rest), -1)
 
 
-Texts = list[Text]
+class New(NamedTuple):
+    """A layer's tensors of the new tokens before the rotary embedding."""
 
-
-class BlockCacheLayer(DynamicLayer):
-    """Keys and values of a layer, and what its kind of attention keeps. Cut and reordered as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pooled: Tensor | None = None
-        """Mean key of each text's complete blocks, [B, K, N, d], counted from the text's first token."""
-        self.rows: dict[str, Tensor] = {}
-        """Other rows of all tokens, [B, heads, S, width], by name."""
-
-    def append(self, name: str, new: Tensor) -> Tensor:
-        """The rows of all tokens, with the new ones."""
-        self.rows[name] = torch.cat([self.rows[name], new], 2) if name in self.rows else new
-        return self.rows[name]
-
-    def mean_keys(self, call: "Call", block_size: int) -> Tensor:
-        """Mean keys of complete blocks, [B, K, N, d]; computed of those that the new tokens complete."""
-        tokens = call.k.shape[2]
-        new = call.q.shape[2]
-        done = (tokens - new) // block_size
-        complete = tokens // block_size
-        assert self.keys is not None  # `update` came before
-        if self.pooled is None:
-            self.pooled = self.keys[:, :, :0]
-        missing = complete - self.pooled.shape[2]
-        if missing > 0:
-            self.pooled = F.pad(self.pooled, (0, 0, 0, missing))
-        if complete > done:
-            blocks = call.k[:, :, done * block_size : complete * block_size].detach()
-            means = blocks.unflatten(2, (complete - done, block_size)).to(wide(blocks.dtype)).mean(3)
-            self.pooled[call.text.rows, :, done:complete] = means.to(blocks.dtype)
-        return self.pooled[call.text.rows, :, :complete]
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.rows = {name: change(rows) for name, rows in self.rows.items()}
-        self.pooled = None if self.pooled is None else change(self.pooled)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._each(lambda x: x.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._each(lambda x: x[indices])
-
-    def crop(self, *arguments: Any) -> None:
-        super().crop(*arguments)
-        # Mean keys stay: those of blocks that are no longer complete are computed again once they are.
-        self.rows = {name: rows[:, :, : self.get_seq_length()] for name, rows in self.rows.items()}
-
-    def reset(self) -> None:
-        super().reset()
-        self.pooled = None
-        self.rows = {}
+    x: Tensor
+    """The layer's normalised input, [B, T, D]."""
+    q: Tensor
+    """[B, H, T, d]"""
+    k: Tensor
+    """[B, K, T, d], as `v`"""
+    v: Tensor
 
 
 class Call(NamedTuple):
@@ -114,93 +89,203 @@ class Call(NamedTuple):
     """[B, K, S, d], as `v`"""
     v: Tensor
     text: Text
-    store: BlockCacheLayer
+    store: Kept
+    new: New
+    rotate: Rotary
+    kernels: Any
+    """The package that `load_kernels` has found, or None."""
+    sink_H: Tensor | None
+    """Logits that join the softmax of each head without a value (gpt-oss)."""
 
 
-def masked_attention(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, seen_TS: Tensor | None, sdpa: bool) -> Tensor:
+def chunk_of(scores_of_a_query: int) -> int:
+    """Queries whose scores fit in memory at once."""
+    return max(1, _SCORES // max(1, scores_of_a_query))
+
+
+def masked_attention(
+    q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, seen_TS: Tensor | None, sdpa: bool, sink_H: Tensor | None
+) -> Tensor:
     """Attention to the keys that a query sees; None: to all of them."""
-    if sdpa:
+    if sdpa and sink_H is None:
         return F.scaled_dot_product_attention(q_BHTd, k_BKSd, v_BKSd, seen_TS, enable_gqa=True)
     dtype = wide(q_BHTd.dtype)
     k_BHSd, v_BHSd = (x.repeat_interleave(q_BHTd.shape[1] // x.shape[1], 1).to(dtype) for x in (k_BKSd, v_BKSd))
     scores = q_BHTd.to(dtype) @ k_BHSd.transpose(2, 3) * q_BHTd.shape[-1] ** -0.5
     if seen_TS is not None:
         scores = scores.masked_fill(~seen_TS, -torch.inf)
-    return (scores.softmax(-1) @ v_BHSd).to(q_BHTd.dtype)
+    return (softmax(scores, sink_H) @ v_BHSd).to(q_BHTd.dtype)
 
 
-def full_attention(call: Call, sdpa: bool) -> Tensor:
+def softmax(scores_BHTS: Tensor, sink_H: Tensor | None) -> Tensor:
+    """Softmax of scores and the sink, without the sink's share."""
+    if sink_H is None:
+        return scores_BHTS.softmax(-1)
+    sink_BHT1 = sink_H.to(scores_BHTS.dtype)[:, None, None].expand(*scores_BHTS.shape[:-1], 1)
+    return torch.cat([scores_BHTS, sink_BHT1], -1).softmax(-1)[..., :-1]
+
+
+def _with_sink(out_BHTd: Tensor, lse_BHT: Tensor, sink_H: Tensor) -> Tensor:
+    """The output with the sink, whose share of the softmax is what the keys lose."""
+    return (out_BHTd * (lse_BHT - sink_H[:, None]).sigmoid()[..., None]).to(out_BHTd.dtype)
+
+
+@functools.cache
+def load_kernels(folder: str) -> Any:
+    """The kernels in a model's folder, a package in the layout of Hugging Face's kernels hub; None without."""
+    package = Path(folder, "kernels", "build", "torch-universal").absolute()
+    if not folder or not package.is_dir():
+        return None
+    name = f"moba_train_kernels_{hashlib.sha256(str(package).encode()).hexdigest()[:8]}"
+    init = package / "__init__.py"
+    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[str(package)])
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def _flex(device: str) -> Any:
+    return flex_attention if device == "cpu" else torch.compile(flex_attention)
+
+
+def full_attention(call: Call, implementation: str) -> Tensor:
     """Attention to every token before, [B, H, T, d]."""
     new = call.q.shape[2]
     tokens = call.k.shape[2]
+    before = tokens - new
+    if implementation == "flex_attention":
+        mask = None
+        if new > 1:
+            shape = (None, None, new, tokens)
+            mask = create_block_mask(lambda _b, _h, q, k: k <= q + before, *shape, device=call.q.device)
+        flex = functools.partial(_flex(call.q.device.type), block_mask=mask, enable_gqa=True)
+        out_BHTd: Tensor
+        if call.sink_H is None:
+            out_BHTd = flex(call.q, call.k, call.v)
+            return out_BHTd
+        out_BHTd, lse_BHT = flex(call.q, call.k, call.v, return_lse=True)
+        return _with_sink(out_BHTd, lse_BHT, call.sink_H)
+    sdpa = implementation == "sdpa" and call.sink_H is None
     if sdpa and new == tokens > 1:
         return F.scaled_dot_product_attention(call.q, call.k, call.v, is_causal=True, enable_gqa=True)
-    seen_TS = None
-    if new > 1:
-        seen_TS = torch.ones(new, tokens, dtype=torch.bool, device=call.q.device).tril(tokens - new)
-    return masked_attention(call.q, call.k, call.v, seen_TS, sdpa)
+    chunk = new if sdpa else chunk_of(call.q.shape[0] * call.q.shape[1] * tokens)
+    outs = []
+    for begin in range(0, new, chunk):
+        q_BHtd = call.q[:, :, begin : begin + chunk]
+        end = before + begin + q_BHtd.shape[2]
+        seen_tS = None
+        if new > 1:
+            seen_tS = torch.ones(q_BHtd.shape[2], end, dtype=torch.bool, device=call.q.device).tril(before + begin)
+        outs.append(masked_attention(q_BHtd, call.k[:, :, :end], call.v[:, :, :end], seen_tS, sdpa, call.sink_H))
+    return torch.cat(outs, 2)
 
 
-def best_blocks(scores_BHtN: Tensor, own_t1: Tensor, history: int, always: list[str]) -> Tensor:
-    """Mask, bool [B, H, t, N], of the blocks that each query attends to: its own, and the `history` earlier ones
-    with the highest scores. What `always` names comes first among these; of equal scores, the earlier block."""
-    ids_N = torch.arange(scores_BHtN.shape[-1], device=scores_BHtN.device)
-    limits = torch.finfo(scores_BHtN.dtype)
-    scores = scores_BHtN.clamp(limits.min, limits.max)
-    forced = {"previous": ids_N == own_t1 - 1, "first": ids_N == 0}
-    for name in forced.keys() & set(always):
-        scores = scores.masked_fill(forced[name], torch.inf)
-    scores = scores.masked_fill(ids_N >= own_t1, -torch.inf)
-    best_BHtC = scores.sort(dim=-1, descending=True, stable=True).indices[..., :history]
-    chosen_BHtN = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best_BHtC, True)
-    return chosen_BHtN & (ids_N < own_t1) | (ids_N == own_t1)
+def window_attention(call: Call, window: int, sinks: int, sdpa: bool) -> Tensor:
+    """Attention to the last `window` tokens and the first `sinks` ones, [B, H, T, d]."""
+    tokens = call.k.shape[2]
+    new = call.q.shape[2]
+    chunk = max(window, 128)
+    outs = []
+    for begin in range(0, new, chunk):
+        part = slice(begin, min(begin + chunk, new))
+        at_t1 = torch.arange(part.start, part.stop, device=call.q.device)[:, None] + tokens - new
+        first = max(0, tokens - new + begin - window + 1)
+        keys_s = torch.arange(tokens - new + part.stop, device=call.q.device)
+        keys_s = torch.cat([keys_s[: min(sinks, first)], keys_s[first:]])
+        seen_ts = (keys_s <= at_t1) & ((at_t1 - keys_s < window) | (keys_s < sinks))
+        some = call.q[:, :, part], call.k[:, :, keys_s], call.v[:, :, keys_s]
+        outs.append(masked_attention(*some, seen_ts, sdpa, call.sink_H))
+    return torch.cat(outs, 2)
 
 
-def attend_to_blocks(call: Call, scores: Callable[[slice], Tensor], options: dict[str, Any], width: int) -> Tensor:
-    """Attention to the own block and those with the highest scores, [B, H, T, d].
+def best_blocks(scores_BHtN: Tensor, candidates_tN: Tensor, count: int, forced_tN: Tensor | None = None) -> Tensor:
+    """Mask, bool [B, H, t, N], of the `count` candidates with the highest scores, never those of score -inf. Forced
+    candidates come first; of equal scores, the earlier block."""
+    scores = scores_BHtN if forced_tN is None else scores_BHtN.masked_fill(forced_tN, torch.inf)
+    values, best_BHtC = scores.masked_fill(~candidates_tN, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    chosen_BHtN = torch.zeros_like(scores, dtype=torch.bool)
+    return chosen_BHtN.scatter_(-1, best_BHtC[..., :count], values[..., :count] > -torch.inf)
 
-    scores: gives those of some new tokens, [B, H or K, t, at most N]
-    width: scores that it makes of a query and head, at most
-    """
-    block_size = options["block_size"]
+
+Choose = Callable[[slice, Tensor, Tensor], Tensor]
+"""Mask, bool [B, H or K, t, N], of the blocks that new tokens `part` attend to, from their positions [t, 1] and the ids
+of all blocks [N]."""
+
+
+def attend_to_blocks(call: Call, choose: Choose, block_size: int, width: int) -> Tensor:
+    """Attention to the blocks that each query chooses, [B, H, T, d]. width: scores that the choice makes of a query and
+    head, at most."""
     new = call.q.shape[2]
     tokens = call.k.shape[2]
-    chunk = max(1, _SCORES // (call.q.shape[0] * call.q.shape[1] * max(width, block_size)))
-    attend = _attend_from_few if new <= _FEW else _attend_from_many
-    out_BHTd = torch.empty_like(call.q)
+    attend = _attend_from_many if block_size >= _SHORT else _attend_masked
+    if new <= _FEW:
+        attend = _attend_from_few
+    elif attend is _attend_masked:
+        width = tokens
+    chunk = chunk_of(call.q.shape[0] * call.q.shape[1] * max(width, block_size))
+    ids_N = torch.arange(-(-tokens // block_size), device=call.q.device)
+    half_on_gpu = call.q.is_cuda and call.q.dtype in (torch.bfloat16, torch.float16)
+    able = half_on_gpu or os.environ.get("TRITON_INTERPRET") == "1"  # the latter for tests
+    by_kernels = call.kernels is not None and able and new == tokens > _FEW and not torch.is_grad_enabled()
+    outs = []
     for begin in range(0, new, chunk):
         part = slice(begin, min(begin + chunk, new))
         positions_t = torch.arange(part.start, part.stop, device=call.q.device) + tokens - new
-        scores_BHtN = scores(part)
-        scores_BHtN = F.pad(scores_BHtN, (0, -(-tokens // block_size) - scores_BHtN.shape[-1]))
-        own_t1 = (positions_t // block_size)[:, None]
-        chosen_BHtN = best_blocks(scores_BHtN, own_t1, options["topk"] - 1, options.get("always", []))
+        chosen_BHtN = choose(part, positions_t[:, None], ids_N)
         chosen_BHtN = chosen_BHtN.repeat_interleave(call.q.shape[1] // chosen_BHtN.shape[1], 1)
-        out_BHTd[:, :, part] = attend(call._replace(q=call.q[:, :, part]), chosen_BHtN, positions_t, options)
-    return out_BHTd
+        if by_kernels:
+            outs.append(_earlier_ids(chosen_BHtN, positions_t // block_size))
+        else:
+            outs.append(attend(call._replace(q=call.q[:, :, part]), chosen_BHtN, positions_t, block_size))
+    if not by_kernels:
+        return torch.cat(outs, 2)
+    most = max(ids.shape[-1] for ids in outs)
+    selected_BHTC = torch.cat([F.pad(ids, (0, most - ids.shape[-1]), value=-1) for ids in outs], 2)
+    found = call.kernels.attend_to_blocks(call.q, call.k, call.v, selected_BHTC, block_size)
+    if found is None:  # no kernel takes these tensors
+        return attend_to_blocks(call._replace(kernels=None), choose, block_size, width)
+    out_BHTd, lse_BHT = found
+    return out_BHTd if call.sink_H is None else _with_sink(out_BHTd, lse_BHT, call.sink_H)
 
 
-def _attend_from_few(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, options: dict[str, Any]) -> Tensor:
+def _earlier_ids(chosen_BHtN: Tensor, own_t: Tensor) -> Tensor:
+    """Ids of the chosen blocks before the query's own, int32 [B, H, t, C], ascending, -1 behind."""
+    none = chosen_BHtN.shape[-1]
+    ids_N = torch.arange(none, dtype=torch.int32, device=chosen_BHtN.device)
+    earlier_BHtN = chosen_BHtN & (ids_N < own_t[:, None])
+    ids_BHtN = torch.where(earlier_BHtN, ids_N, none).sort(-1).values[..., : int(earlier_BHtN.sum(-1).max())]
+    return torch.where(ids_BHtN == none, -1, ids_BHtN)
+
+
+def _attend_from_few(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, block_size: int) -> Tensor:
     """Attention by copies of the keys in each query's blocks: while tokens are generated."""
     batch, kv_heads, tokens, d = call.k.shape
-    ids_BHtC = chosen_BHtN.int().argsort(dim=-1, descending=True, stable=True)[..., : options["topk"]]
-    tokens_BHtCb = ids_BHtC[..., None] * options["block_size"] + torch.arange(
-        options["block_size"], device=call.q.device
-    )
+    most = int(chosen_BHtN.sum(-1).max())
+    ids_BHtC = chosen_BHtN.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
+    tokens_BHtCb = ids_BHtC[..., None] * block_size + torch.arange(block_size, device=call.q.device)
     seen_BHtCb = chosen_BHtN.gather(-1, ids_BHtC)[..., None] & (tokens_BHtCb <= positions_t[:, None, None])
     tokens_BHtJ = tokens_BHtCb.flatten(3).clamp(max=tokens - 1)
     rows = tokens_BHtJ.view(batch, kv_heads, -1, 1).expand(-1, -1, -1, d)
     dtype = wide(call.q.dtype)
     k_BHtJd, v_BHtJd = (x.gather(2, rows).view(*tokens_BHtJ.shape, d).to(dtype) for x in (call.k, call.v))
     scores_BHtJ = (k_BHtJd @ call.q.to(dtype)[..., None]).squeeze(-1) * d**-0.5
-    p_BHtJ = scores_BHtJ.masked_fill(~seen_BHtCb.flatten(3), -torch.inf).softmax(-1)
+    p_BHtJ = softmax(scores_BHtJ.masked_fill(~seen_BHtCb.flatten(3), -torch.inf), call.sink_H)
     return (p_BHtJ[..., None, :] @ v_BHtJd).squeeze(-2).to(call.q.dtype)
 
 
-def _attend_from_many(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, options: dict[str, Any]) -> Tensor:
+def _attend_masked(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, block_size: int) -> Tensor:
+    """Attention with a mask of all tokens: from a prompt to short blocks."""
+    tokens_S = torch.arange(call.k.shape[2], device=call.q.device)
+    seen_BHtS = chosen_BHtN.repeat_interleave(block_size, -1)[..., : len(tokens_S)] & (tokens_S <= positions_t[:, None])
+    return masked_attention(call.q, call.k, call.v, seen_BHtS, sdpa=False, sink_H=call.sink_H)
+
+
+def _attend_from_many(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, block_size: int) -> Tensor:
     """Attention block by block, from the queries that chose it, merged by online softmax: while a prompt is read. Its
     work is that of the chosen blocks."""
-    block_size = options["block_size"]
     d = call.q.shape[-1]
     dtype = wide(call.q.dtype)
     k_XSd = call.k.flatten(0, 1)
@@ -230,34 +315,82 @@ def _attend_from_many(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, opti
         out_Xxd = out_Xxd.scatter(1, rows_Xrd, out_Xrd)
         sum_Xx = sum_Xx.scatter(1, rows_Xr, sum_Xx.gather(1, rows_Xr) * keep_Xr + p_Xrb.sum(-1))
         largest_Xx = largest_Xx.scatter(1, rows_Xr, after_Xr)
+    if call.sink_H is not None:
+        sink_x = call.sink_H.to(dtype).view(call.k.shape[1], -1).repeat_interleave(call.q.shape[2], 1)
+        sum_Xx = sum_Xx + (sink_x.repeat(call.q.shape[0], 1) - largest_Xx).exp()
     return (out_Xxd / sum_Xx[..., None]).view_as(call.q).to(call.q.dtype)
 
 
-def head_norm(config: Any, width: int) -> nn.Module:
-    """RMSNorm of queries and keys, in models that have it."""
-    return nn.RMSNorm(width, config.rms_norm_eps) if config.model_type == "qwen3" else nn.Identity()
+SHAPE: dict[str, Any] = {
+    "qkv_bias": False,
+    "qk_norm": False,
+    "norms": "pre",
+    "centered_norms": False,
+    "activation": "silu",
+    "embedding_scale": 1.0,
+    "attention_scale": None,
+    "residual_scale": 1.0,
+    "logits_divisor": 1.0,
+    "sink_layers": [],
+    "gate_layers": [],
+    "output_gate": "channel",
+}
+"""Keys that `moba.model` of config.json may have, with the values of Llama, where it has none."""
+_PLAIN: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+"""Values that the model_type of an ordinary model stands for."""
+
+
+def shape_of(config: Any) -> dict[str, Any]:
+    """All of `SHAPE`. Raises ValueError for anything else in the config."""
+    own = config.moba.get("model", {})
+    if config.model_type not in _PLAIN and config.model_type != "moba_train":
+        raise ValueError(f"model_type: {config.model_type!r} given, allowed: moba_train, {', '.join(_PLAIN)}")
+    if unknown := sorted(own.keys() - SHAPE.keys()):
+        raise ValueError(f"moba.model: {unknown[0]!r} given, allowed: {', '.join(SHAPE)}")
+    return SHAPE | _PLAIN.get(config.model_type, {}) | own
+
+
+class CenteredRMSNorm(nn.RMSNorm):
+    """RMSNorm whose weight is added to 1, computed in float32 (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = wide(x.dtype)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, 1 + self.weight.to(dtype), self.eps).to(x.dtype)
+
+
+def norm_of(config: Any, width: int) -> nn.Module:
+    """A norm of the model over vectors of this width."""
+    return (CenteredRMSNorm if shape_of(config)["centered_norms"] else nn.RMSNorm)(width, config.rms_norm_eps)
 
 
 class Kind(nn.Module):
     """Kind of attention of a layer, with its own parameters if it has any. Here: `full`."""
 
     OPTIONS: frozenset[str] = frozenset()
+    takes_sink = True
+    keeps_state = False
+    """True if a state stands for the keys and values of all tokens."""
 
-    def __init__(self, config: Any, options: dict[str, Any]) -> None:
+    def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__()
-        unknown = sorted(options.keys() - self.OPTIONS - {"kind"})
+        given = {key for key, value in options.items() if value is not None}
+        unknown = sorted(given - self.OPTIONS - {"kind"})
         if unknown:
             raise ValueError(f"moba.layers: {options['kind']} has {unknown[0]!r}, allowed: {', '.join(self.OPTIONS)}")
         self.options = options
-        self.sdpa = config._attn_implementation != "eager"
+        self.implementation: str = config._attn_implementation
 
-    def prepare(self, x_BTD: Tensor, k_BKTd: Tensor, rotate: Rotate, store: BlockCacheLayer, texts: Texts) -> Tensor:
-        """Keys of the new tokens before the rotary embedding, from the layer's normalised input and its keys."""
-        return k_BKTd
+    def prepare(self, new: New, rotate: Rotary, store: Kept, texts: Texts) -> Tensor:
+        """Keys of the new tokens before the rotary embedding."""
+        return new.k
+
+    def attend_to_all(self, call: Call) -> Tensor:
+        """The output of new tokens that do not select; keeps what later calls that do need of them."""
+        return full_attention(call, self.implementation)
 
     def forward(self, call: Call) -> Tensor:
         """The output [B, H, T, d]."""
-        return full_attention(call, self.sdpa)
+        return full_attention(call, self.implementation)
 
 
 class Window(Kind):
@@ -266,21 +399,8 @@ class Window(Kind):
     OPTIONS = frozenset({"window", "sinks"})
 
     def forward(self, call: Call) -> Tensor:
-        window = self.options["window"]
-        sinks = self.options.get("sinks", 0)
-        tokens = call.k.shape[2]
-        new = call.q.shape[2]
-        out_BHTd = torch.empty_like(call.q)
-        for begin in range(0, new, max(window, 128)):
-            part = slice(begin, min(begin + max(window, 128), new))
-            at_T1 = torch.arange(tokens - new, tokens, device=call.q.device)[:, None]
-            first = max(0, tokens - new + begin - window + 1)
-            keys_s = torch.arange(tokens - new + part.stop, device=call.q.device)
-            keys_s = torch.cat([keys_s[: min(sinks, first)], keys_s[first:]])
-            seen_ts = (keys_s <= at_T1[part]) & ((at_T1[part] - keys_s < window) | (keys_s < sinks))
-            some = call.q[:, :, part], call.k[:, :, keys_s], call.v[:, :, keys_s]
-            out_BHTd[:, :, part] = masked_attention(*some, seen_ts, self.sdpa)
-        return out_BHTd
+        sdpa = self.implementation != "eager"
+        return window_attention(call, self.options["window"], self.options.get("sinks", 0), sdpa)
 
 
 class Moba(Kind):
@@ -288,73 +408,49 @@ class Moba(Kind):
 
     OPTIONS = frozenset({"block_size", "topk", "select", "always", "key_conv"})
 
-    def __init__(self, config: Any, options: dict[str, Any]) -> None:
-        super().__init__(config, options)
+    def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
+        super().__init__(config, options, layer)
         self.width = options.get("key_conv", 0)
         if self.width:
             self.weight = nn.Parameter(torch.zeros(config.num_key_value_heads * config.head_dim, self.width))
 
-    def prepare(self, x_BTD: Tensor, k_BKTd: Tensor, rotate: Rotate, store: BlockCacheLayer, texts: Texts) -> Tensor:
+    def prepare(self, new: New, rotate: Rotary, store: Kept, texts: Texts) -> Tensor:
         """k + silu(sum over l < width of weight_l * the key of l tokens before)."""
         if not self.width:
-            return k_BKTd
+            return new.k
         before = store.get_seq_length()
-        k_BKTd = k_BKTd.clone()
+        k_BKTd = new.k.clone()
         for text in texts:
             k_BKTd[text.rows, :, : max(0, text.first - before)] = 0  # padding is no key of a text
-        _, kv_heads, new, d = k_BKTd.shape
+        _, kv_heads, count, d = k_BKTd.shape
         rows_BKsd = F.pad(store.append("keys", k_BKTd), (0, 0, self.width - 1, 0))
         taps = self.weight.T.view(self.width, 1, kv_heads, 1, d)
         ends = range(rows_BKsd.shape[2], rows_BKsd.shape[2] - self.width, -1)
-        mixed = sum(tap * rows_BKsd[:, :, end - new : end] for tap, end in zip(taps, ends, strict=True))
+        mixed = sum(tap * rows_BKsd[:, :, end - count : end] for tap, end in zip(taps, ends, strict=True))
         return k_BKTd + F.silu(mixed)
 
-    def forward(self, call: Call) -> Tensor:
-        dtype = wide(call.q.dtype)
-        pooled_BKdN = call.store.mean_keys(call, self.options["block_size"]).to(dtype).transpose(2, 3)
-
-        def scores(part: slice) -> Tensor:
-            q_BKxd = call.q[:, :, part].detach().to(dtype).unflatten(1, (call.k.shape[1], -1)).flatten(2, 3)
-            scores_BKGtN = (q_BKxd @ pooled_BKdN).unflatten(2, (-1, part.stop - part.start))
-            return scores_BKGtN.sum(2) if self.options.get("select") == "group" else scores_BKGtN.flatten(1, 2)
-
-        return attend_to_blocks(call, scores, self.options, width=pooled_BKdN.shape[-1])
-
-
-class Msa(Kind):
-    """Kind `msa`."""
-
-    OPTIONS = frozenset({"mode", "block_size", "topk", "index_dim", "train_gate", "kl_weight"})
-
-    def __init__(self, config: Any, options: dict[str, Any]) -> None:
-        super().__init__(config, options)
-        self.width = options.get("index_dim") or config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, self.width, bias=False)
-        self.q_norm, self.k_norm = (head_norm(config, self.width) for _ in range(2))
-        self.q_index_BKTw: Tensor | None = None
-
-    def prepare(self, x_BTD: Tensor, k_BKTd: Tensor, rotate: Rotate, store: BlockCacheLayer, texts: Texts) -> Tensor:
-        """The keys; keeps index queries [B, K, T, w] for the call that follows, and index keys [B, 1, S, w]."""
-        self.q_index_BKTw = rotate(self.q_norm(self.q_proj(x_BTD).unflatten(-1, (-1, self.width))).transpose(1, 2))
-        store.append("index", rotate(self.k_norm(self.k_proj(x_BTD))[:, None]))
-        return k_BKTd
+    def attend_to_all(self, call: Call) -> Tensor:
+        call.store.mean_keys(call, self.options["block_size"])
+        return super().attend_to_all(call)
 
     def forward(self, call: Call) -> Tensor:
-        if self.options.get("mode") == "warmup":
-            return full_attention(call, self.sdpa)
-        assert self.q_index_BKTw is not None
         dtype = wide(call.q.dtype)
         block_size = self.options["block_size"]
-        q_BKTw = self.q_index_BKTw[call.text.rows, :, -call.q.shape[2] :].detach().to(dtype)
-        k_B1Sw = call.store.rows["index"][call.text.rows, :, call.text.first :].detach().to(dtype)
-        complete = call.k.shape[2] // block_size
-        k_B1wS = k_B1Sw[:, :, : complete * block_size].transpose(2, 3)
+        pooled_BKdN = call.store.mean_keys(call, block_size).to(dtype).transpose(2, 3)
+        limits = torch.finfo(dtype)
 
-        def scores(part: slice) -> Tensor:
-            return (q_BKTw[:, :, part] @ k_B1wS).unflatten(-1, (complete, block_size)).amax(-1)
+        def choose(part: slice, positions_t1: Tensor, ids_N: Tensor) -> Tensor:
+            q_BKxd = call.q[:, :, part].detach().to(dtype).unflatten(1, (call.k.shape[1], -1)).flatten(2, 3)
+            scores_BKGtN = (q_BKxd @ pooled_BKdN).unflatten(2, (-1, len(positions_t1)))
+            group = self.options.get("select") == "group"
+            scores_BHtN = scores_BKGtN.sum(2) if group else scores_BKGtN.flatten(1, 2)
+            # A score that overflows stays below forced blocks and above what is no candidate.
+            scores_BHtN = F.pad(scores_BHtN.clamp(limits.min, limits.max), (0, len(ids_N) - scores_BHtN.shape[-1]))
+            own_t1 = positions_t1 // block_size
+            forced = {"current": ids_N == own_t1, "previous": ids_N == own_t1 - 1, "first": ids_N == 0}
+            named = {"current", *self.options.get("always", [])}
+            always_tN = functools.reduce(torch.logical_or, (forced[name] for name in named))
+            chosen_BHtN = best_blocks(scores_BHtN, ids_N < own_t1, self.options["topk"] - 1, always_tN)
+            return chosen_BHtN | (ids_N == own_t1)
 
-        return attend_to_blocks(call, scores, self.options, width=call.k.shape[2])
-
-
-KINDS: dict[str, type[Kind]] = {"full": Kind, "window": Window, "moba": Moba, "msa": Msa}
+        return attend_to_blocks(call, choose, block_size, width=pooled_BKdN.shape[-1])

@@ -1,31 +1,49 @@
-"""A model trained by moba_train, for transformers: PyTorch and transformers are all that these two files need.
+"""A model trained by moba_train, for transformers: PyTorch and transformers are all that these files need.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-Llama, Qwen2 and Qwen3 shapes; each layer attends as its entry of `moba.layers` in config.json says, by one of the kinds
-in attention_moba_train.py. A prompt is read with each layer's own attention. New tokens, one at a time, attend to every
-token before them, as in MoBA's paper, unless `moba_decode` is "own": from_pretrained(..., moba_decode="own"). Several
-tokens in one call, as in speculative decoding, always attend as their layer does: it wants "own".
+Each layer attends as its entry of `moba.layers` in config.json says, by one of the kinds in attention_moba_train.py,
+selectors_moba_train.py, nsa_moba_train.py and linear_moba_train.py. The rest of the model is that of its `model_type`,
+if this is Llama's, Qwen2's or Qwen3's, or else in `moba.model` and `moba.ropes`. A prompt is read with each layer's own
+attention. New tokens, one at a time, attend to every token before them, as in MoBA's paper, unless `moba_decode` is
+"own": from_pretrained(..., moba_decode="own"). Several tokens in one call, as in speculative decoding, always attend as
+their layer does: it wants "own". Layers with a state know one way only.
+
+The folder kernels/ next to config.json holds Triton kernels for prompts in bfloat16 and float16 on CUDA. It may be left
+out: everything is computed in plain PyTorch then.
 
 Shape suffixes: B texts, T new tokens, S all tokens, D hidden size, H query heads, K key/value heads, d head width.
 """
 
 import functools
+import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .attention_moba_train import KINDS, BlockCacheLayer, Call, Rotate, Text, Texts, full_attention, head_norm, wide
+from .attention_moba_train import Call, Kind, Moba, New, Rotary, Window, load_kernels, norm_of, shape_of
+from .cache_moba_train import BlockCacheLayer, Kept, StaticBlockCacheLayer, Text, Texts
+from .linear_moba_train import KINDS as LINEAR
+from .nsa_moba_train import KINDS as NSA
+from .selectors_moba_train import KINDS as SELECTORS
 
-_SHAPES = {"llama": False, "qwen2": True, "qwen3": False}
-"""model_type: True if the projections of queries, keys and values have biases."""
+KINDS: dict[str, type[Kind]] = {"full": Kind, "window": Window, "moba": Moba, **SELECTORS, **NSA, **LINEAR}
+ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "fraction"})
+"""Keys of a rotary embedding."""
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The output's name of the cache, which transformers has changed."""
+
+
+class MobaConfig(PretrainedConfig):
+    """Config of models that no architecture of transformers computes."""
+
+    model_type = "moba_train"
 
 
 def texts_by_padding(attention_mask: Tensor | None, batch: int, tokens: int) -> Texts:
@@ -49,63 +67,71 @@ def texts_by_padding(attention_mask: Tensor | None, batch: int, tokens: int) -> 
 
 
 def block_cache(cache: Any, layers: int) -> Any:
-    """The cache, with layers that keep what the attention kinds need. Raises ValueError for another than a
-    DynamicCache."""
+    """The cache, with layers that keep what the attention kinds need. Raises ValueError for another than an ordinary
+    DynamicCache or StaticCache."""
     if type(cache) is DynamicCache and cache.get_seq_length() == 0:
         cache.layers = [BlockCacheLayer() for _ in range(layers)]
-    if not all(isinstance(layer, BlockCacheLayer) for layer in cache.layers):
-        raise ValueError(f"cache: {type(cache).__name__} given, allowed: a DynamicCache that this model has filled")
+    if type(cache) is StaticCache and not cache.offloading and cache.get_seq_length() == 0:
+        # All with room for all tokens, whatever windows the config has.
+        most = max(layer.get_max_length() for layer in cache.layers)
+        cache.layers = [StaticBlockCacheLayer(most) for _ in range(layers)]
+    if not all(isinstance(layer, Kept) for layer in cache.layers):
+        raise ValueError(
+            f"cache: {type(cache).__name__} given, allowed: a DynamicCache or StaticCache that this model has filled"
+        )
     return cache
 
 
-def rope_frequencies(config: Any, width: int, device: torch.device) -> tuple[Tensor, float]:
-    """Angles per position, float64 [d / 2], and the factor on cos and sin, by `rope_parameters` of the config."""
+def rope_of(config: Any, layer: int) -> dict[str, Any]:
+    """The layer's entry of `moba.ropes`, or what the config of an ordinary model says in its words."""
+    if "ropes" in config.moba:
+        found: dict[str, Any] = config.moba["ropes"][layer]
+        if unknown := sorted(found.keys() - ROPE):
+            raise ValueError(f"moba.ropes[{layer}]: {unknown[0]!r} given, allowed: {', '.join(sorted(ROPE))}")
+        return found
     rope = config.rope_parameters
     kind = rope["rope_type"]
-    factor = rope.get("factor", 1.0)
+    names = ("high_freq_factor", "low_freq_factor") if kind == "llama3" else ("beta_fast", "beta_slow")
+    return {
+        "kind": {"default": "none", "linear": "pi"}.get(kind, kind),
+        "theta": rope["rope_theta"],
+        "factor": rope.get("factor", 1.0),
+        "original_seq_len": rope.get("original_max_position_embeddings"),
+        "beta_fast": rope.get(names[0]) or 32,
+        "beta_slow": rope.get(names[1]) or 1,
+    }
+
+
+def rope_frequencies(rope: dict[str, Any], width: int, device: torch.device) -> tuple[Tensor, float]:
+    """Angles per position, float64 [c / 2] of the first c dimensions, which turn, and the factor on cos and sin."""
+    kind = rope["kind"]
+    if kind not in ("none", "abf", "pi", "yarn", "llama3", "nope"):
+        raise ValueError(f"rope: {kind!r} given, allowed: none, abf, pi, yarn, llama3, nope")
+    factor = rope["factor"]
+    width = int(width * rope.get("fraction", 1.0))
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
-    frequencies = rope["rope_theta"] ** -exponents
-    if kind == "default":
-        return frequencies, 1.0
-    if kind == "linear":
+    frequencies = rope["theta"] ** -exponents
+    if kind in ("none", "abf", "nope"):
+        return frequencies * (kind != "nope"), 1.0
+    if kind == "pi":
         return frequencies / factor, 1.0
-    trained = rope["original_max_position_embeddings"]
+    trained = rope["original_seq_len"]
+    fast, slow = rope["beta_fast"], rope["beta_slow"]
+    scale = 1.0
     if kind == "llama3":
         turns = trained * frequencies / (2 * math.pi)
-        low = rope["low_freq_factor"]
-        high = rope["high_freq_factor"]
-        ramp = ((high - turns) / (high - low)).clamp(0, 1)
-        scale = 1.0
-    elif kind == "yarn":
+        ramp = ((fast - turns) / (fast - slow)).clamp(0, 1)
+    else:
 
         def index(turns: float) -> float:
-            return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+            return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope["theta"]))
 
-        first = max(math.floor(index(rope.get("beta_fast") or 32)), 0)
-        last = min(math.ceil(index(rope.get("beta_slow") or 1)), width - 1)
+        first = max(math.floor(index(fast)), 0)
+        last = min(math.ceil(index(slow)), width - 1)
         indices = torch.arange(width // 2, dtype=torch.float64, device=device)
         ramp = ((indices - first) / max(last - first, 1e-3)).clamp(0, 1)
         scale = 0.1 * math.log(factor) + 1
-    else:
-        raise ValueError(f"rope_parameters.rope_type: {kind!r} given, allowed: default, linear, llama3, yarn")
     return frequencies * (1 - ramp) + frequencies / factor * ramp, scale
-
-
-def rotary(config: Any, positions_BT: Tensor) -> Rotate:
-    """The rotary embedding at these positions; angles are formed in float64."""
-
-    @functools.cache
-    def angles(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        frequencies, scale = rope_frequencies(config, width, device)
-        angles_B1Td = (positions_BT.to(device).double()[..., None] * frequencies)[:, None]
-        return (scale * angles_B1Td.cos()).float(), (scale * angles_B1Td.sin()).float()
-
-    def rotate(x_BHTd: Tensor) -> Tensor:
-        cos, sin = angles(x_BHTd.shape[-1], x_BHTd.device)
-        first, second = x_BHTd.to(wide(x_BHTd.dtype)).chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BHTd.dtype)
-
-    return rotate
 
 
 class Attention(nn.Module):
@@ -113,70 +139,130 @@ class Attention(nn.Module):
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
+        shape = shape_of(config)
         entry = config.moba["layers"][layer]
         if entry.get("kind") not in KINDS:
             raise ValueError(f"moba.layers[{layer}].kind: {entry.get('kind')!r} given, allowed: {', '.join(KINDS)}")
         self.layer = layer
         self.head_dim = d = config.head_dim
         self.decodes_full = getattr(config, "moba_decode", "full") == "full"
-        bias = _SHAPES[config.model_type]
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * d, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * d, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * d, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * d, config.hidden_size, bias=False)
-        self.q_norm, self.k_norm = head_norm(config, d), head_norm(config, d)
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        bias = shape["qkv_bias"]
+        self.q_proj = nn.Linear(hidden, heads * d, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_heads * d, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv_heads * d, bias=bias)
+        self.o_proj = nn.Linear(heads * d, hidden, bias=False)
+        self.norms_all_heads = shape["qk_norm"] == "all_heads"
+        together = (heads, kv_heads) if self.norms_all_heads else (1, 1)
+        norms = [norm_of(config, number * d) if shape["qk_norm"] else nn.Identity() for number in together]
+        self.q_norm, self.k_norm = norms
+        self.q_scale = 1.0 if shape["attention_scale"] is None else shape["attention_scale"] * d**0.5
+        if layer in shape["gate_layers"]:
+            self.output_gate = nn.Linear(hidden, heads * (1 if shape["output_gate"] == "head" else d), bias=False)
+        self.kernels = load_kernels(config._name_or_path)
         self.kind = entry["kind"]
-        self.add_module(self.kind, KINDS[self.kind](config, entry))
+        self.add_module(self.kind, KINDS[self.kind](config, entry, layer))
+        if layer in shape["sink_layers"]:
+            if not KINDS[self.kind].takes_sink:
+                raise ValueError(f"moba.layers[{layer}].kind: {self.kind!r} given, which takes no sink")
+            self.sink = nn.ParameterDict({"weight": torch.zeros(heads)})
 
-    def forward(self, x_BTD: Tensor, rotate: Rotate, texts: Texts, cache: Any) -> Tensor:
-        q_BHTd, k_BKTd, v_BKTd = (
-            projection(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+    def normalised(self, norm: nn.Module, x_BTc: Tensor) -> Tensor:
+        """Normalised heads, [B, heads, T, d]."""
+        heads = (-1, self.head_dim)
+        x_BTHd = norm(x_BTc).unflatten(-1, heads) if self.norms_all_heads else norm(x_BTc.unflatten(-1, heads))
+        return x_BTHd.transpose(1, 2)
+
+    def forward(self, x_BTD: Tensor, rotate: Rotary, texts: Texts, cache: Any) -> Tensor:
+        new = New(
+            x_BTD,
+            self.q_scale * self.normalised(self.q_norm, self.q_proj(x_BTD)),
+            self.normalised(self.k_norm, self.k_proj(x_BTD)),
+            self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2),
         )
         kind: Any = self.get_submodule(self.kind)
         store = BlockCacheLayer() if cache is None else cache.layers[self.layer]
         before = store.get_seq_length()
-        q_BHTd = rotate(self.q_norm(q_BHTd))
-        k_BKTd = rotate(kind.prepare(x_BTD, self.k_norm(k_BKTd), rotate, store, texts))
+        q_BHTd, k_BKTd, v_BKTd = new[1:]
+        if kind.keeps_state:
+            # Caches count the tokens by their keys: one number each.
+            k_BKTd, v_BKTd = k_BKTd[:, :1, :, :1], v_BKTd[:, :1, :, :1]
+        else:
+            k_BKTd = rotate(kind.prepare(new, rotate, store, texts))
+            q_BHTd = rotate(q_BHTd)
         if cache is None:
             k_BKSd, v_BKSd = store.update(k_BKTd, v_BKTd)
         else:
             k_BKSd, v_BKSd = cache.update(k_BKTd, v_BKTd, self.layer)
-        decodes_full = self.decodes_full and before > 0 and x_BTD.shape[1] == 1
-        out_BHTd = torch.zeros_like(q_BHTd)
+        decodes_full = self.decodes_full and before > 0 and x_BTD.shape[1] == 1 and not kind.keeps_state
+        sink_H = self.sink["weight"] if "sink" in self._modules else None
+        out_BHTd = torch.zeros_like(new.q)
         for text in texts:
-            new = slice(max(0, text.first - before), None)  # without padding
+            own = slice(max(0, text.first - before), None)  # without padding
+            if before + x_BTD.shape[1] <= text.first:
+                continue
             keys = k_BKSd[text.rows, :, text.first :], v_BKSd[text.rows, :, text.first :]
-            call = Call(q_BHTd[text.rows, :, new], *keys, text, store)
-            out_BHTd[text.rows, :, new] = full_attention(call, kind.sdpa) if decodes_full else kind(call)
+            of_text = New(new.x[text.rows, own], *(x[text.rows, :, own] for x in new[1:]))
+            call = Call(q_BHTd[text.rows, :, own], *keys, text, store, of_text, rotate, self.kernels, sink_H)
+            out_BHTd[text.rows, :, own] = kind.attend_to_all(call) if decodes_full else kind(call)
+        if "output_gate" in self._modules:
+            gates_BTHg = self.output_gate(x_BTD).unflatten(-1, (out_BHTd.shape[1], -1))
+            out_BHTd = out_BHTd * gates_BTHg.sigmoid().transpose(1, 2)
         return self.o_proj(out_BHTd.transpose(1, 2).flatten(2))
 
 
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """Hidden values of MiniMax-M3's feed-forward."""
+    gate = gate.clamp(max=7.0)
+    return gate * (1.702 * gate).sigmoid() * (up.clamp(-7.0, 7.0) + 1)
+
+
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped": clamped,
+}
+"""Functions of the two projections of a feed-forward, by `activation`."""
+
+
 class Block(nn.Module):
-    """Attention and SwiGLU (Shazeer 2020, arXiv:2002.05202), each behind a norm and added to its input."""
+    """Attention and a gated feed-forward (Shazeer 2020, arXiv:2002.05202), each between norms and added to its
+    input."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        shape = shape_of(config)
+
+        def norm(where: str) -> nn.Module:
+            return norm_of(config, config.hidden_size) if shape["norms"] in (where, "both") else nn.Identity()
+
+        self.input_layernorm = norm("pre")
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_post_norm = norm("post")
+        self.post_attention_layernorm = norm("pre")
         widths = config.hidden_size, config.intermediate_size
         self.mlp = nn.ModuleDict({name: nn.Linear(*widths, bias=False) for name in ("gate_proj", "up_proj")})
         self.mlp["down_proj"] = nn.Linear(*widths[::-1], bias=False)
+        self.feed_forward_post_norm = norm("post")
+        self.hidden = GATED[shape["activation"]]
+        self.scale = shape["residual_scale"]
 
-    def forward(self, x_BTD: Tensor, rotate: Rotate, texts: Texts, cache: Any) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotate, texts, cache)
+    def forward(self, x_BTD: Tensor, rotate: Rotary, texts: Texts, cache: Any) -> Tensor:
+        update_BTD = self.self_attn(self.input_layernorm(x_BTD), rotate, texts, cache)
+        x_BTD = x_BTD + self.scale * self.attention_post_norm(update_BTD)
         normed = self.post_attention_layernorm(x_BTD)
-        hidden = F.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
-        return x_BTD + self.mlp["down_proj"](hidden)
+        hidden = self.hidden(self.mlp["gate_proj"](normed), self.mlp["up_proj"](normed))
+        return x_BTD + self.scale * self.feed_forward_post_norm(self.mlp["down_proj"](hidden))
 
 
 class MobaForCausalLM(PreTrainedModel, GenerationMixin):
     """The language model."""
 
+    config_class = MobaConfig
     base_model_prefix = "model"
     _no_split_modules = ["Block"]
     _supports_sdpa = True
+    _supports_flex_attn = True
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: Any) -> None:
@@ -185,19 +271,40 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
         entries = config.moba["layers"]
         if decode not in ("full", "own"):
             raise ValueError(f"moba_decode: {decode!r} given, allowed: full, own")
-        if config.model_type not in _SHAPES:
-            raise ValueError(f"model_type: {config.model_type!r} given, allowed: {', '.join(_SHAPES)}")
         if len(entries) != config.num_hidden_layers:
             raise ValueError(f"moba.layers: {len(entries)} given, {config.num_hidden_layers} needed")
+        shape = shape_of(config)
+        self.embedding_scale, self.logits_divisor = shape["embedding_scale"], shape["logits_divisor"]
+        self.ropes = [rope_of(config, layer) for layer in range(len(entries))]
+        # generate then refuses what would cut the cache.
+        self._is_stateful = any(KINDS[entry["kind"]].keeps_state for entry in entries if entry.get("kind") in KINDS)
         self.model = nn.ModuleDict(
             {
                 "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
                 "layers": nn.ModuleList(Block(config, layer) for layer in range(len(entries))),
-                "norm": nn.RMSNorm(config.hidden_size, config.rms_norm_eps),
+                "norm": norm_of(config, config.hidden_size),
             }
         )
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_others: Any) -> Tensor | None:
+        """The mask of padding alone: attention makes its own."""
+        return attention_mask
+
+    def _valid_auto_compile_criteria(self, *_arguments: Any, **_others: Any) -> bool:
+        """False: selections have another shape in each call."""
+        return False
+
+    def rotations(self, position_ids: Tensor) -> list[Rotary]:
+        """The rotary embedding of each layer, one object for equal ones."""
+
+        @functools.cache
+        def made(rope: str) -> Rotary:
+            return Rotary(functools.partial(rope_frequencies, json.loads(rope)), position_ids)
+
+        return [made(json.dumps(rope)) for rope in self.ropes]
 
     def forward(
         self,
@@ -214,8 +321,8 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits, and the loss if there are labels. `past_key_values` is the older name of `cache`.
 
-        Raises ValueError for a cache that is no DynamicCache, padding between tokens, and arguments that are not
-        supported, such as output_attentions.
+        Raises ValueError for a cache that is neither a DynamicCache nor a StaticCache, padding between tokens, and
+        arguments that are not supported, such as output_attentions.
         """
         for name, value in others.items():
             if name not in ("return_dict", "cache_position") and value is not None and value is not False:
@@ -223,9 +330,11 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: exactly one of the two needed")
         x_BTD = self.model["embed_tokens"](input_ids) if inputs_embeds is None else inputs_embeds
+        x_BTD = self.embedding_scale * x_BTD
         batch, new = x_BTD.shape[:2]
         cache = past_key_values if cache is None else cache
-        if cache is None and (self.config.use_cache and not self.training if use_cache is None else use_cache):
+        caches = getattr(self.config, "use_cache", True) and not self.training if use_cache is None else use_cache
+        if cache is None and caches:
             cache = DynamicCache()
         before = 0
         if cache is not None:
@@ -237,10 +346,9 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
                 position_ids[text.rows] -= text.first
         elif attention_mask is None and (position_ids.diff() < 1).any():
             raise ValueError("position_ids: begin again inside of a row; several texts in one row are not supported")
-        rotate = rotary(self.config, position_ids)
-        for block in self.model["layers"]:
+        for block, rotate in zip(self.model["layers"], self.rotations(position_ids), strict=True):
             x_BTD = block(x_BTD, rotate, texts, cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(self.model["norm"](x_BTD[:, kept]))
+        logits = self.lm_head(self.model["norm"](x_BTD[:, kept])) / self.logits_divisor
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})

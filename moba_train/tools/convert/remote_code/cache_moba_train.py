@@ -1,0 +1,129 @@
+"""Texts of a batch, and what a layer of a model trained by moba_train keeps of their tokens.
+
+Shape suffixes: B texts, S all tokens, K key/value heads, d head width, N blocks.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, softmax and sums: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Text(NamedTuple):
+    """Texts of a batch with as much padding before them, which begin at token `first`."""
+
+    rows: slice | list[int]
+    first: int
+
+
+Texts = list[Text]
+
+
+class Kept:
+    """Tensors that a kind of attention keeps of a layer's tokens. Cut and reordered as keys and values are."""
+
+    keys: Tensor | None
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.pooled: Tensor | None = None
+        """Mean key of each text's complete blocks, [B, K, N, d], counted from the text's first token."""
+        self.rows: dict[str, Tensor] = {}
+        """Other rows of all tokens, [B, heads, S, width], by name."""
+        self.states: dict[str, Tensor] = {}
+        """States of all tokens so far, [B, ...], by name."""
+
+    def append(self, name: str, new: Tensor) -> Tensor:
+        """The rows of all tokens, with the new ones."""
+        self.rows[name] = torch.cat([self.rows[name], new], 2) if name in self.rows else new
+        return self.rows[name]
+
+    def mean_keys(self, call: Any, block_size: int) -> Tensor:
+        """Mean keys of complete blocks, [B, K, N, d]; computed of those that the new tokens complete."""
+        tokens = call.k.shape[2]
+        new = call.q.shape[2]
+        done = (tokens - new) // block_size
+        complete = tokens // block_size
+        assert self.keys is not None  # `update` came before
+        if self.pooled is None:
+            self.pooled = self.keys[:, :, :0]
+        missing = complete - self.pooled.shape[2]
+        if missing > 0:
+            self.pooled = F.pad(self.pooled, (0, 0, 0, missing))
+        if complete > done:
+            blocks = call.k[:, :, done * block_size : complete * block_size].detach()
+            means = blocks.unflatten(2, (complete - done, block_size)).to(wide(blocks.dtype)).mean(3)
+            self.pooled[call.text.rows, :, done:complete] = means.to(blocks.dtype)
+        return self.pooled[call.text.rows, :, :complete]
+
+    def state(self, name: str, text: Text) -> Tensor | None:
+        """The state of some texts, None at their beginning."""
+        return self.states[name][text.rows] if name in self.states else None
+
+    def set_state(self, name: str, text: Text, state: Tensor) -> None:
+        """Replace the state of some texts."""
+        assert self.keys is not None
+        if name not in self.states:
+            self.states[name] = state.new_zeros(len(self.keys), *state.shape[1:])
+        self.states[name] = self.states[name].index_copy(0, _indices(text, state), state)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.rows = {name: change(rows) for name, rows in self.rows.items()}
+        self.states = {name: change(state) for name, state in self.states.items()}
+        self.pooled = None if self.pooled is None else change(self.pooled)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]  # that of transformers' layer
+        self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def crop(self, *arguments: Any) -> None:
+        if self.states:
+            raise ValueError("cache: cannot be cut, because layers of this model keep a state of all tokens")
+        super().crop(*arguments)  # type: ignore[misc]
+        # Mean keys stay: those of blocks that are no longer complete are computed again once they are.
+        self.rows = {name: rows[:, :, : self.get_seq_length()] for name, rows in self.rows.items()}
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.pooled = None
+        self.rows = {}
+        self.states = {}
+
+    def get_seq_length(self) -> int:
+        return int(super().get_seq_length())  # type: ignore[misc]
+
+
+def _indices(text: Text, like: Tensor) -> Tensor:
+    rows = text.rows if isinstance(text.rows, list) else range(len(like))
+    return torch.tensor([*rows], device=like.device)
+
+
+class BlockCacheLayer(Kept, DynamicLayer):
+    """A layer of a DynamicCache."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._each(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._each(lambda x: x[indices])
+
+
+class StaticBlockCacheLayer(Kept, StaticLayer):
+    """A layer of a StaticCache, whose room for keys and values is made at once."""
+
+    is_compileable = False
+
+    def update(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(*arguments)
+        tokens = self.get_seq_length()
+        return keys[:, :, :tokens], values[:, :, :tokens]
