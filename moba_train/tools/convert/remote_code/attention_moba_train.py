@@ -162,10 +162,12 @@ def full_attention(call: Call, implementation: str) -> Tensor:
             shape = (None, None, new, tokens)
             mask = create_block_mask(lambda _b, _h, q, k: k <= q + before, *shape, device=call.q.device)
         flex = functools.partial(_flex(call.q.device.type), block_mask=mask, enable_gqa=True)
+        out_BHTd: Tensor
         if call.sink_H is None:
-            out_BHTd: Tensor = flex(call.q, call.k, call.v)
+            out_BHTd = flex(call.q, call.k, call.v)
             return out_BHTd
-        return _with_sink(*flex(call.q, call.k, call.v, return_lse=True), call.sink_H)
+        out_BHTd, lse_BHT = flex(call.q, call.k, call.v, return_lse=True)
+        return _with_sink(out_BHTd, lse_BHT, call.sink_H)
     sdpa = implementation == "sdpa" and call.sink_H is None
     if sdpa and new == tokens > 1:
         return F.scaled_dot_product_attention(call.q, call.k, call.v, is_causal=True, enable_gqa=True)
