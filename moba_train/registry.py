@@ -147,6 +147,8 @@ OPTIMIZERS: Registry[Any] = Registry("moba_train.optimizers", "optimizer", ("Opt
 """Objects `optim.spec.OptimizerSpec`."""
 OBJECTIVES: Registry[Any] = Registry("moba_train.objectives", "objective", ("Options", "prepare", "of_chunk"))
 """Subclasses of `model.objective.Objective`."""
+ADAPTERS: Registry[Any] = Registry("moba_train.adapters", "adapter", ("Options", "problems", "check"))
+"""Subclasses of `model.adapters.Adapters`."""
 TRANSPORTS: Registry[Any] = Registry("moba_train.transports", "transport", ("make", "cost", "check_sizes"))
 """Objects `parallel.context.transport.base.TransportSpec`."""
 TELEMETRY_SINKS: Registry[Any] = Registry("moba_train.telemetry_sinks", "telemetry sink", ("open", "write", "close"))

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from moba_train.config.base import OpenSection, Section, TokenBudget
 from moba_train.config.explain import did_you_mean
-from moba_train.registry import OPTIMIZERS
+from moba_train.registry import ADAPTERS, OPTIMIZERS
 
 AdamWImplementation = Literal["torch", "apex", "transformer_engine", "deepspeed_cpu"]
 """Implementations of AdamW's update: torch, or a package's kernel in `optim.adamw`."""
@@ -30,6 +30,18 @@ class ScheduleConfig(Section):
     warmup_tokens: TokenBudget = Field(0, description="linear warm-up from 0 to `lr`")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate / `lr` (linear, cosine, wsd)")
     decay_tokens: TokenBudget = Field(0, description="wsd: length of the linear decay at the end")
+
+
+class AdaptersConfig(OpenSection):
+    """What is trained instead of the weights of `init_from`, which stay as they are. Without any, all are trained."""
+
+    members = ADAPTERS
+
+    @property
+    def given(self) -> tuple[str, Section] | None:
+        """Name and options of the adapters; None: the model itself is trained."""
+        found = (self.__pydantic_extra__ or {}).items()
+        return next(((name, options) for name, options in found if options is not None), None)
 
 
 class OptimConfig(OpenSection):

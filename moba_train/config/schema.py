@@ -12,7 +12,7 @@ from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.health import HealthConfig
 from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.config.optim import MOST_RATE, OptimConfig, ScheduleConfig
+from moba_train.config.optim import MOST_RATE, AdaptersConfig, OptimConfig, ScheduleConfig
 from moba_train.config.parallel import ContextParallelConfig, ParallelConfig
 from moba_train.config.precision import MemoryConfig, PrecisionConfig
 from moba_train.config.telemetry import TelemetryConfig
@@ -108,6 +108,7 @@ class RunConfig(Section):
         "checkpoint or run folder of ours; ignored once the run has saved a checkpoint",
     )
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
+    adapters: AdaptersConfig = AdaptersConfig()
     data: DataConfig
     optim: OptimConfig = OptimConfig()
     batch_tokens: Length = Field(description="tokens per optimizer step over all ranks")

@@ -2,7 +2,7 @@
 
 A step needs most memory at one of a few moments (moments.py). Each is added up, and the largest counts.
 
-Assumed: FSDP2 with the units of parallel/fsdp.py, fp32 master weights and gradients, all parameters trained. Left out:
+Assumed: FSDP2 with the units of parallel/fsdp.py, fp32 master weights and gradients, all parameters trained but the base of adapters. Left out:
 the CUDA context (about 1 GiB), fragmentation and NCCL's buffers, for which `USABLE` leaves room.
 """
 

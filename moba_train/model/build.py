@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,11 @@ from moba_train.attention.kind import AttentionKind
 from moba_train.attention.observer import Observer
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
+from moba_train.config.base import Section
+from moba_train.model.adapters import base_parameters
 from moba_train.model.spec import ModelSpec, kind_of_parameter, kind_parameters
 from moba_train.model.transformer import Transformer
+from moba_train.registry import ADAPTERS
 from moba_train.torch_private import local_shape_and_offset
 
 
@@ -26,7 +30,34 @@ def build_model(spec: ModelSpec) -> Transformer:
 
     It has the parameters of every attention kind that any stage uses; a stage only sets which kinds compute.
     """
-    return Transformer(spec.config, kind_parameters(spec.config, spec.kinds))
+    model = Transformer(spec.config, kind_parameters(spec.config, spec.kinds))
+    if spec.adapters is not None:
+        name, options = spec.adapters
+        model.adapters = ADAPTERS[name](options, model)
+    return model
+
+
+def with_adapters(spec: ModelSpec, adapters: tuple[str, Section] | None) -> ModelSpec:
+    """The model with adapters of this name and these options, counted; None: without."""
+    if adapters is None:
+        return spec
+    spec = replace(spec, adapters=adapters)
+    with torch.device("meta"):
+        model = build_model(spec)
+    base = base_parameters(model)
+    weights = dict(model.named_parameters())
+    total = sum(weight.numel() for weight in weights.values())
+    frozen = sum(weights[name].numel() for name in base)
+    blocks = []
+    for layer, block in enumerate(spec.blocks):
+        own = {name: weight for name, weight in weights.items() if name.startswith(f"blocks.{layer}.")}
+        trained = [weight for name, weight in own.items() if name not in base]
+        parameters = sum(weight.numel() for weight in own.values())
+        matrices = sum(weight.numel() for weight in trained if weight.dim() > 1)
+        added = sum(weight.numel() for weight in trained)
+        blocks.append(block._replace(parameters=parameters, matrices=matrices, base=parameters - added))
+    counts = replace(spec.counts, adapters=total - spec.counts.total, base=frozen)
+    return replace(spec, counts=counts, blocks=tuple(blocks), base=base)
 
 
 def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[AttentionKind]:
@@ -57,7 +88,7 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
     for name, parameter in model.named_parameters():
         if not name.startswith(tuple(prefixes)):
             continue
-        own = _kind_values(parameter, name, seed)
+        own = _own_values(model, parameter, name, seed)
         if own is not None:
             _copy_full(parameter, own)
         elif parameter.dim() == 1:
@@ -80,12 +111,15 @@ def _initial_std(model: Transformer, name: str) -> float:
     return std
 
 
-def _kind_values(like: Tensor, name: str, seed: int) -> Tensor | None:
-    """The values that an attention kind draws by itself for its parameter `name`; None for all other parameters."""
+def _own_values(model: Transformer, like: Tensor, name: str, seed: int) -> Tensor | None:
+    """The values that an attention kind or adapters draw by themselves for their parameter `name`; None for all other
+    parameters."""
     if kind := kind_of_parameter(name):
         inside = name.partition(f".{kind}.")[2]
         return KINDS[kind].initial_values(inside, like.shape, _generator(like, name, seed))
-    return None
+    if model.adapters is None or name in model.adapters.base:
+        return None
+    return model.adapters.initial_values(name, like.shape, _generator(like, name, seed))
 
 
 def drawn_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:

@@ -30,6 +30,10 @@ class ParameterCounts:
     """Output projection; 0 when it is tied to the embedding."""
     attention_kinds: int = 0
     """Parameters that attention kinds add to the layers."""
+    adapters: int = 0
+    """Parameters that adapters add, in all parts of the model."""
+    base: int = 0
+    """Those of all parts that are not trained, with adapters."""
     idle: int = 0
     """Those of `feed_forward` that a token does not pass through: of experts that it does not choose."""
 
@@ -46,7 +50,7 @@ class ParameterCounts:
     @property
     def without_embeddings(self) -> int:
         """All parameters but the embedding and the output projection."""
-        return self.attention + self.feed_forward + self.norms + self.attention_kinds
+        return self.attention + self.feed_forward + self.norms + self.attention_kinds + self.adapters
 
 
 class BlockCounts(NamedTuple):
@@ -54,9 +58,11 @@ class BlockCounts(NamedTuple):
 
     parameters: int
     matrices: int
-    """Parameters in the weights of linear layers (`optim.spec.block_matrices`)."""
+    """Parameters in the weights of linear layers (`optim.spec.block_matrices`); with adapters, those that train."""
     separate: int = 0
     """Parameters that expert parallelism divides."""
+    base: int = 0
+    """Parameters that are not trained, with adapters."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,10 @@ class ModelSpec:
     counts: ParameterCounts
     blocks: tuple[BlockCounts, ...]
     """Counts of each block."""
+    adapters: tuple[str, Section] | None = None
+    """Name and options of what is trained instead of the model; None: the model is."""
+    base: frozenset[str] = frozenset()
+    """Names of the parameters that are then not trained."""
 
     @property
     def matrices(self) -> int:

@@ -26,7 +26,7 @@ from moba_train.config.optim import AdamWImplementation, OptimConfig
 from moba_train.environment import import_problem
 from moba_train.errors import LaunchError
 from moba_train.optim.gradients import local_part
-from moba_train.optim.spec import ADAMW_STATE, NamedParameters, OptimizerSpec
+from moba_train.optim.spec import ADAMW_STATE, NamedParameters, OptimizerSpec, trained_parameters
 
 
 class Shards(NamedTuple):
@@ -349,7 +349,7 @@ def build_torch_adamw(groups: list[dict[str, Any]], config: OptimConfig, device:
 
 
 def _build(model: nn.Module, config: OptimConfig, device: torch.device, _group: dist.ProcessGroup | None) -> Optimizer:
-    groups = adamw_groups(list(model.named_parameters()), config)
+    groups = adamw_groups(trained_parameters(model), config)
     if config.implementation == "torch":
         return build_torch_adamw(groups, config, device)
     return IMPLEMENTATIONS[config.implementation](groups, config)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from moba_train.config.base import Section
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.stages import Stage
+from moba_train.model.adapters import base_parameters
 from moba_train.model.feed_forward import MatrixStack
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -33,7 +34,7 @@ class OptimizerSpec:
     """An optimizer: how it is built, and the state that it keeps."""
 
     build: Callable[[nn.Module, OptimConfig, torch.device, dist.ProcessGroup | None], Optimizer]
-    """Returns a torch optimizer over all parameters. Arguments: the model (under FSDP2 its parameters are DTensors),
+    """Returns a torch optimizer over all `trained_parameters`. Arguments: the model (under FSDP2 its parameters are DTensors),
     its section of the recipe, the device of the run, and all ranks that hold shards of the model (None: one process
     without a group). Each parameter group of the optimizer has an `lr_factor`, by which the run's learning rate is
     multiplied. A parameter without gradient is not stepped and its state stays as it is."""
@@ -60,7 +61,13 @@ def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     kinds = (nn.Linear, MatrixStack)
     linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
-    return {name: weight for name, weight in model.named_parameters() if name in linears and name.startswith("blocks.")}
+    return {name: weight for name, weight in trained_parameters(model) if name in linears and name.startswith("blocks.")}
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that an optimizer is built over, by name: all, without the base of adapters."""
+    base = base_parameters(model)
+    return [(name, parameter) for name, parameter in model.named_parameters() if name not in base]
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, tokens: int, span: int) -> float:
@@ -106,7 +113,8 @@ def is_trainable(name: str, patterns: Sequence[str]) -> bool:
 
 
 def set_trainable(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let gradients reach the parameters of `model` whose names match any of `patterns`, and no others.
+    """Let gradients reach the parameters of `model` whose names match any of `patterns`, and no others; none of the
+    base of adapters.
 
     For a plain model or one under FSDP2, between steps, on all ranks together.
     """
@@ -114,8 +122,9 @@ def set_trainable(model: nn.Module, patterns: Sequence[str]) -> None:
     for module in fsdp_modules:
         module.reshard()  # an evaluation leaves the outermost one gathered, and the optimizer knows its shards only
     changed = False
+    base = base_parameters(model)
     for name, parameter in model.named_parameters():
-        trainable = is_trainable(name, patterns)
+        trainable = is_trainable(name, patterns) and name not in base
         changed |= parameter.requires_grad != trainable
         parameter.requires_grad_(trainable)
     if changed:

@@ -26,7 +26,7 @@ from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.spec import is_trainable
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
 from moba_train.parallel.fsdp import norm_problem
-from moba_train.registry import FEED_FORWARDS
+from moba_train.registry import ADAPTERS, FEED_FORWARDS
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import corpus_problems, length_problems, tokenizer_problems, vocabulary_problems
 from moba_train.resolve.evaluations import (
@@ -75,6 +75,7 @@ def part_problems(
         *_precision_problems(config.precision, parallel, config.compile, here, device),
         *_norm_problems(config.norm_implementation, parallel.tp, here),
         *_optimizer_problems(config.optim, here if training else None),
+        *_adapter_problems(config),
         *attention,
         *length_problems(config.data, config.stages),
         *tensor_problems(model, parallel, config.compile, ranks_per_node),
@@ -147,6 +148,17 @@ def layout_problems(
     return problems
 
 
+def _adapter_problems(config: RunConfig) -> Iterator[str]:
+    if (given := config.adapters.given) is not None:
+        name, options = given
+        yield from ADAPTERS[name].problems(options, config)
+
+
+def _base_problems(config: RunConfig) -> Iterator[str]:
+    if config.adapters.given is not None and config.init_from is None:
+        yield f"init_from: given null; adapters.{config.adapters.given[0]} needs the model that it adapts"
+
+
 def _feed_forward_problems(config: RunConfig, shards: int | None, here: str | None) -> Iterator[str]:
     """Registered feed-forwards that cannot be as asked. shards: ranks of dp_shard x cp; None: not known."""
     given = config.model.given_feed_forwards
@@ -172,6 +184,7 @@ def files_problems(config: RunConfig, run: ResolvedRun | None, *, training: bool
         *exit_data_problems(config.evaluation, settings),
         *sample_problems(config.evaluation, settings),
         *(initial_problems(config.model, spec, initial) if initial is not None else ()),
+        *_base_problems(config),
         *_folder_problems(config.run_dir, fallback_dir),
         *(sink_problems(config.telemetry) if training else ()),
     ]
@@ -187,7 +200,7 @@ def _trainable_problems(spec: ModelSpec, stages: Sequence[Stage]) -> Iterator[st
     if all(stage.trainable == ALL_PARAMETERS for stage in stages):
         return
     with torch.device("meta"):
-        names = [name for name, _ in build_model(spec).named_parameters()]
+        names = [name for name, _ in build_model(spec).named_parameters() if name not in spec.base]
     for stage in stages:
         path = f"stages[{stage.index}].trainable"
         given = list(stage.trainable)

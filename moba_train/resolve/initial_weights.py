@@ -73,6 +73,11 @@ def source_model(folder: Path) -> ModelConfig:
         return source.model(folder)
     checkpoint, _held = find_checkpoint(folder)
     run = resolve_unchecked(saved_recipe(checkpoint))
+    if run.setup.spec.adapters is not None:
+        raise CheckpointError(
+            f"{folder} holds adapters alone, not a model; give a model that they were merged into "
+            "(moba-train convert moba-to-hf)"
+        )
     return run.setup.shape.model_copy(update={"rope": saved_stage(checkpoint, run.stages).rope})
 
 
@@ -91,7 +96,9 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
         folder = broadcast(folder)  # where that run trains, ranks may find different ones
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
-    parameters = parameter_sizes(model)
+    adapters = model.adapters
+    added = adapters.added if adapters is not None else frozenset()
+    parameters = {name: size for name, size in parameter_sizes(model).items() if name not in added}
     own = {name for name in parameters if kind_of_parameter(name)}
     if foreign is not None:
         source = foreign.load(model, folder)
@@ -99,12 +106,14 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
         left_out: set[str] = set()
     else:
         theirs = {kind_prefix(layer, kind) for layer, kind in _source_kinds(folder)}
-        load_model(model, folder, optional=own | theirs, verify=True)
+        load_model(model, folder, optional=own | theirs, verify=True, initial=True)
         source = f"the checkpoint {folder}"
         tensors = CheckpointReader(folder).tensors if own or theirs else {}
         saved = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
         missing = own - saved
         left_out = {name for name in saved - parameters.keys() if kind_of_parameter(name)}
+    if adapters is not None:
+        adapters.begin()
     loaded = sum(size for name, size in parameters.items() if name not in missing)
     new: Counter[str] = Counter()
     for name in missing:

@@ -292,7 +292,7 @@ def read_checkpoint(path: Path) -> SavedRun:
 
 def _check_size(spec: ModelSpec, checkpoint: Path) -> None:
     """Raises CheckpointError when the files are too small for the recipe's model, before memory for it is taken."""
-    parameters = spec.counts.total - spec.counts.attention_kinds
+    parameters = spec.counts.total - spec.counts.attention_kinds - spec.counts.base
     size = sum(entry["size"] for entry in check_sizes(checkpoint).values())
     if size < 4 * parameters:  # checkpoints hold float32
         raise CheckpointError(

@@ -26,7 +26,7 @@ from moba_train.config.optim import OptimConfig
 from moba_train.mechanisms.muon.exchange import MatrixExchange
 from moba_train.optim.adamw import adamw_groups, build_torch_adamw
 from moba_train.optim.gradients import local_part
-from moba_train.optim.spec import ADAMW_STATE, OptimizerSpec, block_matrices
+from moba_train.optim.spec import ADAMW_STATE, OptimizerSpec, block_matrices, trained_parameters
 from moba_train.torch_private import foreach_lerp, foreach_lerp_
 
 MuonScale = Literal["match_rms_adamw", "original"]
@@ -208,7 +208,7 @@ def _rounds(active: Sequence[int], shapes: Sequence[Sequence[int]], ranks: int) 
 
 def _build(model: nn.Module, config: OptimConfig, device: torch.device, group: dist.ProcessGroup | None) -> Optimizer:
     matrices = block_matrices(model)
-    others = [(name, parameter) for name, parameter in model.named_parameters() if name not in matrices]
+    others = [(name, parameter) for name, parameter in trained_parameters(model) if name not in matrices]
     adamw = build_torch_adamw(adamw_groups(others, config), config, device)
     return Muon(list(matrices.values()), adamw, config, group)
 
