@@ -11,6 +11,7 @@ logits of both exist for a chunk of tokens at a time.
 Shape suffixes: n tokens that carry loss or a chunk of them, D hidden size, V vocabulary.
 """
 
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -33,7 +34,11 @@ class DistillOptions(Section):
     """Self-distillation: the stage's attention learns from full attention on the same weights, in addition to the
     labels. Costs another forward pass, with full attention, which plans and MFU do not count."""
 
-    teacher: Literal["full"] = Field("full", description="the same step's weights, with full attention in all layers")
+    teacher: Literal["full", "base"] = Field(
+        "full",
+        description="the same step's weights, with full attention in all layers; base: without adapters, the weights of "
+        "init_from",
+    )
     loss: Literal["kl"] = Field("kl", description="KL divergence of the teacher's distribution from the student's")
     on: Literal["logits"] = Field("logits", description="what is compared: the distributions over the vocabulary")
     weight: float = Field(0.5, gt=0, le=1, description="share of the divergence; the cross entropy has the rest")
@@ -67,7 +72,8 @@ class Distillation(Objective):
         model.set_attention(build_attention([full] * model.config.layers, model.config.head_width))
         count_tokens(model, None)  # experts count the student's choices alone
         try:
-            with torch.no_grad():
+            adapters = model.adapters if self._options.teacher == "base" else None
+            with torch.no_grad(), adapters.off() if adapters is not None else nullcontext():
                 hidden_TD, _ = model.hidden(*inputs)
         finally:
             model.set_attention(own)

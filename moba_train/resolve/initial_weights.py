@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint, published
@@ -93,7 +95,7 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     foreign = foreign_source(folder)
     if foreign is None:
         folder, _held = find_checkpoint(folder)
-        folder = broadcast(folder)  # where that run trains, ranks may find different ones
+        folder = broadcast(folder) if dist.is_initialized() else folder  # where that run trains, ranks may find different ones
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
     adapters = model.adapters
