@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.load import load_checkpoint
-from moba_train.model.build import initialize_weights
 from moba_train.model.adapters import base_parameters
+from moba_train.model.build import initialize_weights
 from moba_train.model.part import copied_parameters, is_whole
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import local_part

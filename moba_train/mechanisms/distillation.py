@@ -11,6 +11,7 @@ logits of both exist for a chunk of tokens at a time.
 Shape suffixes: n tokens that carry loss or a chunk of them, D hidden size, V vocabulary.
 """
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from moba_train.attention.full import FullAttention
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
+from moba_train.config.schema import RunConfig
 from moba_train.model.build import build_attention
 from moba_train.model.feed_forward import count_tokens
 from moba_train.model.loss import LossTokens
@@ -36,7 +38,7 @@ class DistillOptions(Section):
 
     teacher: Literal["full", "base"] = Field(
         "full",
-        description="the same step's weights, with full attention in all layers; base: without adapters, the weights of "
+        description="the same step's weights, with full attention in all layers; base: without adapters, those of "
         "init_from",
     )
     loss: Literal["kl"] = Field("kl", description="KL divergence of the teacher's distribution from the student's")
@@ -57,6 +59,12 @@ class Distillation(Objective):
         self._due = False
         self._sums: Tensor | None = None
         """Cross entropy and divergence of this rank's loss tokens in the step so far, [2]."""
+
+    @classmethod
+    def problems(cls, options: DistillOptions, config: RunConfig) -> Iterator[str]:
+        """A base that no adapters leave as it is."""
+        if options.teacher == "base" and config.adapters.given is None:
+            yield "teacher: given 'base' without adapters, where it is the student; allowed: full, or adapters.lora"
 
     def begin_step(self, step: int) -> None:
         """Forget the step before."""

@@ -4,7 +4,8 @@ LoRA (Hu et al. 2021, arXiv:2106.09685) adds s B A to a weight W [columns out, c
 and s = lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora` (Kalajdzievski 2023, arXiv:2312.03732). B begins at
 zero, so that the model begins as its base. DoRA (Liu et al. 2024, arXiv:2402.09353) multiplies each row of the sum by
 m / norm, where m, one number for each row, begins at the row's norm in W and is trained; the norm is a constant to the
-backward pass (section 4.3 there).
+backward pass (section 4.3 there). The parameter here is the change of m, which is the same to an optimizer: rounded to
+bf16, m itself would change a base by up to one part in 512 before anything is trained.
 
 Names of options and parameters are those of `peft`, whose folders tools/convert/peft_folder.py writes.
 
@@ -34,7 +35,7 @@ from moba_train.optim.gradients import local_part
 
 CHECKSUM = "adapters_base"
 """Buffer of the model with the checksum of the base, int64 [1]."""
-A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+A, B, CHANGE = "lora_A.weight", "lora_B.weight", "lora_magnitude_change"
 """Ends of the names of the parameters."""
 
 
@@ -67,7 +68,7 @@ class LoraLinear(nn.Linear):
 
     lora_A: nn.Linear
     lora_B: nn.Linear
-    lora_magnitude_vector: nn.Parameter | None
+    lora_magnitude_change: nn.Parameter | None
     scaling: float
     dropout: float
     adapts: bool
@@ -81,7 +82,7 @@ class LoraLinear(nn.Linear):
         linear.lora_A = nn.Linear(linear.in_features, options.r, bias=False)
         linear.lora_B = nn.Linear(options.r, linear.out_features, bias=False)
         norms = nn.Parameter(torch.empty(linear.out_features)) if options.use_dora else None
-        linear.register_parameter(MAGNITUDE, norms)
+        linear.register_parameter(CHANGE, norms)
         linear.scaling = options.scaling
         linear.dropout = options.lora_dropout
         linear.adapts = True
@@ -94,22 +95,27 @@ class LoraLinear(nn.Linear):
         drops = self.dropout > 0 and torch.is_grad_enabled()  # evaluations have no gradients
         dropped_TI = F.dropout(x_TI, self.dropout) if drops else x_TI
         added_TO = self.scaling * self.lora_B(self.lora_A(dropped_TI))
-        if self.lora_magnitude_vector is None:
+        if self.lora_magnitude_change is None:
             return out_TO + added_TO
-        norms_O = row_norms(self.weight.detach(), self.lora_A.weight.detach(), self.lora_B.weight.detach(), self.scaling)
-        factor_O = (self.lora_magnitude_vector.float() / norms_O).to(out_TO.dtype)
+        change_O = self.lora_magnitude_change
+        before_O, norms_O = row_norms(
+            self.weight.detach(), self.lora_A.weight.detach(), self.scaling * self.lora_B.weight.detach()
+        )
+        more_O = (before_O - norms_O + change_O) / norms_O  # m / norm - 1
         # As peft: what is dropped is dropped of the difference to the base alone.
         plain_TO = F.linear(dropped_TI, self.weight) if drops or self.bias is not None else out_TO
-        return out_TO + (factor_O - 1) * plain_TO + factor_O * added_TO
+        return out_TO + added_TO + more_O.to(out_TO.dtype) * (plain_TO + added_TO)
 
 
-def row_norms(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scaling: float) -> Tensor:
-    """Norm of each row of W + s B A, [O], in float32 or wider, without a matrix of the size of W."""
+def row_norms(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms of the rows of W and of those of W + B A, [O], in float32 or wider, without a matrix of the size of W."""
     wide = torch.promote_types(weight_OI.dtype, torch.float32)
-    a_rI, b_Or = a_rI.to(wide), scaling * b_Or.to(wide)
-    squares_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide).square()
-    crossed_O = ((weight_OI @ a_rI.to(weight_OI.dtype).mT).to(wide) * b_Or).sum(1)
-    return (squares_O + 2 * crossed_O + ((b_Or @ (a_rI @ a_rI.mT)) * b_Or).sum(1)).clamp(min=0).sqrt()
+    before_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide)
+    crossed_Or = (weight_OI @ a_rI.mT).to(wide)
+    a_rI = a_rI.to(wide)
+    b_Or = b_Or.to(wide)
+    added_O = ((2 * crossed_Or + b_Or @ (a_rI @ a_rI.mT)) * b_Or).sum(1)
+    return before_O, (before_O.square() + added_O).clamp(min=0).sqrt()
 
 
 def merged(weight_OI: Tensor, adapters: Mapping[str, Tensor], options: LoraOptions) -> Tensor:
@@ -117,7 +123,8 @@ def merged(weight_OI: Tensor, adapters: Mapping[str, Tensor], options: LoraOptio
     `weight_OI`, computed in float64."""
     sum_OI = weight_OI.double() + options.scaling * (adapters[B].double() @ adapters[A].double())
     if options.use_dora:
-        sum_OI *= (adapters[MAGNITUDE].double() / sum_OI.norm(dim=1))[:, None]
+        magnitude_O = weight_OI.double().norm(dim=1) + adapters[CHANGE].double()
+        sum_OI *= (magnitude_O / sum_OI.norm(dim=1))[:, None]
     return sum_OI.to(weight_OI.dtype)
 
 
@@ -130,7 +137,9 @@ class Lora(Adapters):
         self._model = model
         before = {name for name, _ in model.named_parameters()}
         linears = linear_layers(model)
-        self.targets = [name for name in linears if options.target_modules == "all-linear" or _is_any(name, options.target_modules)]
+        self.targets = [
+            name for name in linears if options.target_modules == "all-linear" or _is_any(name, options.target_modules)
+        ]
         """Names of the layers with adapters."""
         self.layers: list[LoraLinear] = []
         for name in self.targets:
@@ -164,7 +173,10 @@ class Lora(Adapters):
         linears = [*linear_layers(model)]
         modules = [name for name, module in model.named_modules() if any(True for _ in module.parameters(False))]
         targets = [] if options.target_modules == "all-linear" else options.target_modules
-        for key, patterns, names in (("target_modules", targets, linears), ("modules_to_save", options.modules_to_save, modules)):
+        for key, patterns, names in (
+            ("target_modules", targets, linears),
+            ("modules_to_save", options.modules_to_save, modules),
+        ):
             for place, pattern in enumerate(patterns):
                 if not any(_is_any(name, [pattern]) for name in names):
                     ends = sorted({name.rpartition(".")[2] for name in names})
@@ -175,27 +187,25 @@ class Lora(Adapters):
                     )
         if options.target_modules == []:
             yield "adapters.lora.target_modules: given [], which adapts nothing; give all-linear or names"
-        trained = {name for name in linears if _is_any(name, options.modules_to_save) and (not targets or _is_any(name, targets))}
+        trained = {
+            name
+            for name in linears
+            if _is_any(name, options.modules_to_save) and (not targets or _is_any(name, targets))
+        }
         if trained:
-            yield f"adapters.lora.modules_to_save: names {min(trained)}, which target_modules gives adapters; name it once"
+            given = f"names {min(trained)}, which target_modules gives adapters"
+            yield f"adapters.lora.modules_to_save: {given}; name it once"
 
     def initial_values(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
-        """Uniform values of variance 1 / (3 columns) for A, as peft draws them, and zeros for B."""
-        values = torch.zeros(shape, device=generator.device)
-        if name.endswith(B):
-            return values
-        if name.endswith(A):
-            bound = shape[1] ** -0.5
-            return values.uniform_(-bound, bound, generator=generator)
-        return None
+        """Uniform values of variance 1 / (3 columns) for A, as peft draws them, and zeros for B and the change of m."""
+        if name not in self.added:
+            return None
+        bound = shape[1] ** -0.5 if name.endswith(A) else 0.0
+        return torch.empty(shape, device=generator.device).uniform_(-bound, bound, generator=generator)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin DoRA's magnitudes with the norms of the rows of the base, and note its checksum."""
-        for layer in self.layers:
-            if layer.lora_magnitude_vector is not None:
-                norms_O = torch.linalg.vector_norm(local_part(layer.weight), dim=1)  # rows are sharded alike
-                local_part(layer.lora_magnitude_vector).copy_(norms_O)
+        """Note the checksum of the base."""
         found = self._model.get_buffer(CHECKSUM).zero_()
         for name, parameter in self._model.named_parameters():
             if name in self.base and _counts(parameter):

@@ -37,7 +37,7 @@ class Adapters(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Called on all ranks together when the model has the base's weights, and its parameters their first values."""
+        """Called on all ranks together when the model has the base's weights."""
 
     @abstractmethod
     def check(self) -> None:

@@ -4,6 +4,7 @@ Shape suffixes: n tokens that carry loss or a chunk of them, D hidden size, V vo
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,6 +19,11 @@ class Objective(ABC):
     """
 
     Options: ClassVar[type[Section]]
+
+    @classmethod
+    def problems(cls, options: Any, config: Any) -> Iterator[str]:
+        """Problems of a recipe, a `RunConfig`, with these options, each beginning with the key of the section."""
+        return iter(())
 
     @abstractmethod
     def begin_step(self, step: int) -> None:

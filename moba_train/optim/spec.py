@@ -34,9 +34,9 @@ class OptimizerSpec:
     """An optimizer: how it is built, and the state that it keeps."""
 
     build: Callable[[nn.Module, OptimConfig, torch.device, dist.ProcessGroup | None], Optimizer]
-    """Returns a torch optimizer over all `trained_parameters`. Arguments: the model (under FSDP2 its parameters are DTensors),
-    its section of the recipe, the device of the run, and all ranks that hold shards of the model (None: one process
-    without a group). Each parameter group of the optimizer has an `lr_factor`, by which the run's learning rate is
+    """Returns a torch optimizer over all `trained_parameters`. Arguments: the model (under FSDP2 its parameters are
+    DTensors), its section of the recipe, the device of the run, and all ranks that hold shards of the model (None: one
+    process without a group). Each parameter group of the optimizer has an `lr_factor`, by which the run's learning rate is
     multiplied. A parameter without gradient is not stepped and its state stays as it is."""
     state: Mapping[str, int]
     """The state tensors of each parameter, by the names that checkpoints give them, with their bytes for each number of
@@ -61,7 +61,9 @@ def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     kinds = (nn.Linear, MatrixStack)
     linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
-    return {name: weight for name, weight in trained_parameters(model) if name in linears and name.startswith("blocks.")}
+    return {
+        name: weight for name, weight in trained_parameters(model) if name in linears and name.startswith("blocks.")
+    }
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -26,7 +26,7 @@ from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.spec import is_trainable
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
 from moba_train.parallel.fsdp import norm_problem
-from moba_train.registry import ADAPTERS, FEED_FORWARDS
+from moba_train.registry import ADAPTERS, FEED_FORWARDS, OBJECTIVES
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import corpus_problems, length_problems, tokenizer_problems, vocabulary_problems
 from moba_train.resolve.evaluations import (
@@ -70,7 +70,7 @@ def part_problems(
         *_model_problems(model),
         *_rope_problems(model.rope, model.layers, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
-        *_objective_problems(config.stages, parallel.pp),
+        *_objective_problems(config),
         *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
         *_precision_problems(config.precision, parallel, config.compile, here, device),
         *_norm_problems(config.norm_implementation, parallel.tp, here),
@@ -380,11 +380,15 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
             yield f"stages[{index}].name: given {stage.name!r}, which logs write for a number; allowed: another name"
 
 
-def _objective_problems(stages: Sequence[StageConfig], pp: int) -> Iterator[str]:
-    for index, names in enumerate([*stage.objectives] for stage in stages):
-        if len(names) > 1 or (names and pp > 1):
-            given = f"stages[{index}].{' and '.join(names)}: given with parallel.pp {pp}"
+def _objective_problems(config: RunConfig) -> Iterator[str]:
+    pp = config.parallel.pp
+    for index, found in enumerate(stage.objectives for stage in config.stages):
+        if len(found) > 1 or (found and pp > 1):
+            given = f"stages[{index}].{' and '.join(found)}: given with parallel.pp {pp}"
             yield f"{given}; allowed: one objective, with pp 1"
+        for name, options in found.items():
+            for problem in OBJECTIVES[name].problems(options, config):
+                yield f"stages[{index}].{name}.{problem}"
 
 
 def _schedule_problems(run_schedule: ScheduleConfig, stages: Sequence[StageConfig], batch_tokens: int) -> Iterator[str]:

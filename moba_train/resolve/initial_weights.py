@@ -95,7 +95,9 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     foreign = foreign_source(folder)
     if foreign is None:
         folder, _held = find_checkpoint(folder)
-        folder = broadcast(folder) if dist.is_initialized() else folder  # where that run trains, ranks may find different ones
+        folder = (
+            broadcast(folder) if dist.is_initialized() else folder
+        )  # where that run trains, ranks may find different ones
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
     adapters = model.adapters

@@ -242,7 +242,8 @@ class SavedPaths:
         return next((str(path) for path in self.places(given) if corpus_file(path, "idx").is_file()), None)
 
     def places(self, given: str) -> Iterator[Path]:
-        """Places where `given` may be; its name alone counts in the run folder, where an imported model has its tokenizer."""
+        """Places where `given` may be. Its name alone counts in the run folder, where an imported model has its
+        tokenizer."""
         places = [Path(given) if folder == Path.cwd() else folder / given for folder in self._folders]
         yield from dict.fromkeys([*places, self._folders[-1] / Path(given).name])
 

@@ -12,7 +12,7 @@ from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.errors import CheckpointError
-from moba_train.mechanisms.lora import CHECKSUM, MAGNITUDE, A, B, LoraOptions, checksum, merged
+from moba_train.mechanisms.lora import CHANGE, CHECKSUM, A, B, LoraOptions, checksum, merged
 from moba_train.model.spec import ModelSpec
 from moba_train.output_files import write_new
 from moba_train.tools.convert.hf_export import hf_config, write_safetensors
@@ -52,8 +52,16 @@ class MergedReader(CheckpointReader):
         value = self._read_base(name)
         self._sum += int(checksum(value))
         module = name.removesuffix("weight")
-        ends = [end for end in (A, B, MAGNITUDE) if module + end in self.tensors]
+        ends = [end for end in (A, B, CHANGE) if module + end in self.tensors]
         return merged(value, {end: self.read(module + end) for end in ends}, self._options) if ends else value
+
+    def for_peft(self, name: str) -> Tensor:
+        """The tensor of the adapters that peft has: of DoRA the magnitudes, not their change."""
+        value = self.read(name)
+        if not name.endswith(CHANGE):
+            return value
+        base = self._read_base(f"{name.removesuffix(CHANGE)}weight")
+        return (value.double() + base.double().norm(dim=1)).float()
 
     def check(self) -> None:
         """Compare the base, every parameter of which has been read once, with that of the training."""
@@ -79,9 +87,11 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
     cannot have what it trained, or `output` is not empty or cannot be written.
     """
     options = lora_options(saved.spec)
-    reader = CheckpointReader(saved.path)
+    reader = MergedReader(saved)
     shape = saved.config.model
-    family = family_of(hf_config(shape, saved.stage.rope, saved.stage.seq_len, "float32", [{}] * shape.layers)["model_type"])
+    family = family_of(
+        hf_config(shape, saved.stage.rope, saved.stage.seq_len, "float32", [{}] * shape.layers)["model_type"]
+    )
     theirs = {name: family.name(name) for name in parameter_shapes(shape)}
     joined = {name for name, count in Counter(theirs.values()).items() if count > 1 or NUMBER in name}
     found: dict[str, str] = {}
@@ -91,13 +101,16 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
         ours = name.removeprefix("model.")
         if ours in (name, CHECKSUM):
             continue
-        end = next((end for end in (A, B, MAGNITUDE) if ours.endswith(f".{end}")), "")
+        end = next((end for end in (A, B, CHANGE) if ours.endswith(f".{end}")), "")
         weight = f"{ours.removesuffix(end)}weight" if end else ours
         if weight not in theirs or theirs[weight] in joined:
-            raise CheckpointError(f"{saved.path}: peft has no place for {ours}; merge it: moba-train convert moba-to-hf")
+            raise CheckpointError(
+                f"{saved.path}: peft has no place for {ours}; merge it: moba-train convert moba-to-hf"
+            )
         module = theirs[weight].rpartition(".")[0]
         (targets if end else whole).add(module)
-        found[f"{PREFIX}{module}.{end}" if end else f"{PREFIX}{theirs[weight]}"] = name
+        last = end.replace(CHANGE, "lora_magnitude_vector") or "weight"
+        found[f"{PREFIX}{module}.{last}"] = name
     verify_checkpoint(saved.path)
     config: dict[str, Any] = {
         "peft_type": "LORA",
@@ -110,6 +123,6 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
         "modules_to_save": sorted(whole) or None,
     }
     with new_folder(output):
-        write_safetensors(output, ((theirs, reader.read(ours)) for theirs, ours in found.items()), 2**62)
+        write_safetensors(output, ((theirs, reader.for_peft(ours)) for theirs, ours in found.items()), 2**62)
         (output / SINGLE).rename(output / "adapter_model.safetensors")
         write_new(output / PEFT_CONFIG, json.dumps(config, indent=2) + "\n")
