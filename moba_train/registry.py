@@ -145,6 +145,10 @@ WEIGHT_SOURCES: Registry[Any] = Registry("moba_train.weight_sources", "source of
 """Subclasses of `resolve.initial_weights.WeightSource`."""
 OPTIMIZERS: Registry[Any] = Registry("moba_train.optimizers", "optimizer", ("Options", "build", "state_bytes"))
 """Objects `optim.spec.OptimizerSpec`."""
+ADAMW_IMPLEMENTATIONS: Registry[Any] = Registry(
+    "moba_train.adamw_implementations", "implementation of AdamW", ("problem", "state_device")
+)
+"""Classes with the interface of `optim.adamw.Implementation`."""
 OBJECTIVES: Registry[Any] = Registry("moba_train.objectives", "objective", ("Options", "prepare", "of_chunk"))
 """Subclasses of `model.objective.Objective`."""
 ADAPTERS: Registry[Any] = Registry("moba_train.adapters", "adapter", ("Options", "problems", "check"))

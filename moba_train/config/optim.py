@@ -2,14 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from moba_train.config.base import OpenSection, Section, TokenBudget
 from moba_train.config.explain import did_you_mean
-from moba_train.registry import ADAPTERS, OPTIMIZERS
-
-AdamWImplementation = Literal["torch", "apex", "transformer_engine", "deepspeed_cpu"]
-"""Implementations of AdamW's update: torch, or a package's kernel in `optim.adamw`."""
+from moba_train.registry import ADAMW_IMPLEMENTATIONS, ADAPTERS, OPTIMIZERS
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -55,10 +52,10 @@ class OptimConfig(OpenSection):
         description="any registered optimizer; adamw: AdamW (Loshchilov & Hutter 2019); muon: Muon (Jordan et al. "
         "2024) for the matrices of the blocks",
     )
-    implementation: AdamWImplementation = Field(
+    implementation: str = Field(
         "torch",
-        description="what computes AdamW; apex, transformer_engine: their fused kernels; deepspeed_cpu: state and "
-        "update in host memory, for models whose optimizer state does not fit on the GPU",
+        description="what computes AdamW, torch or any registered one; apex, transformer_engine: their fused kernels; "
+        "deepspeed_cpu: state and update in host memory, for models whose optimizer state does not fit on the GPU",
     )
     lr: float = Field(3e-4, gt=0, le=MOST_RATE, description="peak learning rate")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the running mean and of the running square")
@@ -69,9 +66,10 @@ class OptimConfig(OpenSection):
     clip_norm: float | None = Field(1.0, gt=0, description="global gradient norm is clipped to this; null: never")
     schedule: ScheduleConfig = ScheduleConfig()
 
-    @field_validator("kind")
+    @field_validator("kind", "implementation")
     @classmethod
-    def _is_registered(cls, kind: str) -> str:
-        if kind not in OPTIMIZERS:
-            raise ValueError(f"given {kind!r}{did_you_mean(kind, [*OPTIMIZERS])}; allowed: {', '.join(OPTIMIZERS)}")
-        return kind
+    def _is_registered(cls, name: str, info: ValidationInfo) -> str:
+        allowed = [*OPTIMIZERS] if info.field_name == "kind" else ["torch", *ADAMW_IMPLEMENTATIONS]
+        if name not in allowed:
+            raise ValueError(f"given {name!r}{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
+        return name

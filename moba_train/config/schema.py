@@ -105,7 +105,7 @@ class RunConfig(Section):
     init_from: str | None = Field(
         None,
         description="where the first weights come from: a Hugging Face folder (Llama, Qwen2, Qwen3, SmolLM2), or a "
-        "checkpoint or run folder of ours; ignored once the run has saved a checkpoint",
+        "checkpoint or run folder of ours; with adapters their base, else ignored once the run has saved a checkpoint",
     )
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     adapters: AdaptersConfig = AdaptersConfig()

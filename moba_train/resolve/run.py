@@ -47,6 +47,7 @@ from moba_train.memory.memory import NO_TRANSPORT, MemoryPolicy, memory_for_buff
 from moba_train.memory.pipeline import best_parts
 from moba_train.model.build import with_adapters
 from moba_train.model.spec import model_spec
+from moba_train.optim.adamw import state_on_host
 from moba_train.parallel.context.costs import most_memory
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.fsdp import Computation, ModelSetup, compute_dtype
@@ -160,7 +161,7 @@ def resolve_unchecked(config: RunConfig) -> ResolvedRun:
         gpu_bytes=_bytes(config.memory.gpu_gib),
         host_bytes=_bytes(config.memory.host_gib),
         optimizer=optim.kind,
-        optimizer_on_host=optim.implementation == "deepspeed_cpu",
+        optimizer_on_host=state_on_host(optim),
         saves=config.checkpoint.every is not None,
     )
     folders = RunFolders(Path(config.run_dir), checkpoint_folders(config.run_dir, config.checkpoint.fallback_dir))

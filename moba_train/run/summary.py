@@ -34,7 +34,8 @@ def summarize(run: ResolvedRun) -> str:
     lines = [
         (
             "model",
-            f"{format_count(counts.total)} parameters ({parts}): {model.layers} layers, hidden size {model.hidden_size}, {heads}",
+            f"{format_count(counts.total)} parameters ({parts}): {model.layers} layers, "
+            f"hidden size {model.hidden_size}, {heads}",
         ),
         *(("stages" if index == 0 else "", row) for index, row in enumerate(_stages(run.stages))),
         ("mesh", _mesh(run.layouts, run.world.ranks, gpu.name if gpu is not None else "CPU")),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moba_train.attention.layout import packed_layout
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
-from moba_train.mechanisms.lora import CHANGE, A, B, LoraLinear, LoraOptions, merged
+from moba_train.mechanisms.lora import CHANGE, A, B, Lora, LoraLinear, LoraOptions, merged
 from moba_train.memory.weights import checkpoint_bytes
 from moba_train.tools.convert.adapters import export_adapters
 from moba_train.tools.convert.hf import export_to_hf
@@ -251,7 +251,7 @@ def test_the_teacher_base_computes_without_adapters(
 ) -> None:
     monkeypatch.chdir(base.parents[1])
     model = load_trained(open_checkpoint(undisturbed.run_dir / "checkpoints" / "step_00000006"), torch.device("cpu"))
-    assert model.adapters is not None
+    assert isinstance(model.adapters, Lora)
     inputs = TOKENS, torch.arange(len(TOKENS)), packed_layout([len(TOKENS)])
     with torch.no_grad(), model.adapters.off():
         without = model(*inputs)
@@ -304,7 +304,7 @@ def test_patterns_name_layers_by_their_end_or_by_all_of_their_name(load: Load) -
 
 
 def test_a_plan_counts_gradients_and_states_of_adapters_alone(load: Load) -> None:
-    """Of an 8B model 32 GB of float32 weights stay; 96 GB of gradients and moments become those of 42M parameters; at this moment, the loss, there are none of the former."""
+    """Of an 8B model 32 GB of float32 weights stay, 64 GB of moments and 32 GB of gradients become those of 42M."""
     lora = {"adapters": {"lora": {"r": 16}}}
     all_of, adapted = (
         planned("llama3-8b", 1, "8K", {"default": "full"}, batch_tokens="8K", **keys) for keys in ({}, lora)
@@ -333,3 +333,15 @@ def test_the_numbers_of_a_plan_are_those_of_the_checkpoint(undisturbed: Run) -> 
     assert found.trained.shard == -(-trained // 2)
     assert found.optimizer == pytest.approx(4 * sum(value.numel() for value in moments) / 2, rel=1e-3)
     assert checkpoint_bytes(spec, "adamw") == 4 * trained + 4 * sum(value.numel() for value in moments)
+
+
+@pytest.mark.gpu
+def test_adapters_learn_on_a_gpu_compiled_and_in_bf16_as_in_float32(run: Run, base: Path) -> None:
+    found = {}
+    for compute, compiled in (("bf16", True), ("fp32", False)):
+        one = Run(run.folder / compute, Path(run.recipe["data"]["validation"][0]["path"]).parent)
+        one.folder.mkdir()
+        code, text = adapting(one, base, precision={"compute": compute}, compile=compiled).train_on_gpu()
+        assert code == 0, text
+        found[compute] = one.losses()
+    assert found["bf16"] == pytest.approx(found["fp32"], rel=2e-2)

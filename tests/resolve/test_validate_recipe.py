@@ -23,15 +23,6 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load: Load, write: Write, tr
     check(load_config(write("dumped.yaml", dump_config(config))), 4, ranks_per_node=2)
 
 
-def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load: Load) -> None:
-    config = load("optim.implementation=apex")
-    check(config)  # the device is not known
-    check(config, device="cpu", training=False)
-    assert problems(config, device="cpu") == [
-        "optim.implementation: given 'apex', which cannot run: the run trains on cpu, a GPU needed; set torch"
-    ]
-
-
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from moba_train.config.optim import AdamWImplementation
-from moba_train.optim import adamw as adamw_cpu
-from moba_train.optim.adamw import IMPLEMENTATIONS, HostAdamW
+from moba_train.mechanisms import adamw as adamw_cpu
+from moba_train.mechanisms.adamw import HostAdamW
+from moba_train.optim.adamw import IMPLEMENTATIONS
 from tests.adam_stand_ins import StandInAdam
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 
@@ -48,7 +48,7 @@ def test_state_in_host_memory_resumes_bitwise_and_torch_goes_on_from_it(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_run_on_a_gpu_learns_as_with_torch(run: Run, implementation: AdamWImplementation) -> None:
+def test_a_run_on_a_gpu_learns_as_with_torch(run: Run, implementation: str) -> None:
     if reason := IMPLEMENTATIONS[implementation].problem("cuda"):
         pytest.skip(reason)
     run.recipe["model"]["hidden_size"] = 256  # heads of width 64, so that the kernels of real training run

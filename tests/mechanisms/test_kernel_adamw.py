@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from moba_train.config.optim import AdamWImplementation, OptimConfig
+from moba_train.config.optim import OptimConfig
 from moba_train.errors import LaunchError
-from moba_train.optim import adamw as adamw_cpu
+from moba_train.mechanisms import adamw as adamw_cpu
 from moba_train.optim.adamw import IMPLEMENTATIONS, implementation_problem
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from tests.adam_stand_ins import StandInAdam, multi_tensor_adam
@@ -51,7 +51,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
-def assert_like_torch(implementation: AdamWImplementation, device: torch.device) -> None:
+def assert_like_torch(implementation: str, device: torch.device) -> None:
     """Weights and every state after five steps, one of them with a frozen layer."""
     ours, theirs = small_model(device), small_model(device)
     config = OptimConfig(implementation=implementation, weight_decay=0.3, eps=1e-6)
@@ -71,7 +71,7 @@ def assert_like_torch(implementation: AdamWImplementation, device: torch.device)
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_each_adapter_gives_its_kernel_what_adamw_needs(
-    implementation: AdamWImplementation, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+    implementation: str, stand_ins: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adamw_cpu, "PIECE", 100)  # the first matrix travels in eight pieces
     assert_like_torch(implementation, torch.device("cpu"))
@@ -106,7 +106,7 @@ def test_deepspeed_itself() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_packages_on_a_gpu(implementation: AdamWImplementation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packages_on_a_gpu(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw_cpu, "PIECE", 100)
     config = OptimConfig(implementation=implementation)
     if (reason := implementation_problem(config, "cuda")) != "":
@@ -116,7 +116,7 @@ def test_the_packages_on_a_gpu(implementation: AdamWImplementation, monkeypatch:
 
 @pytest.mark.parametrize("implementation", FUSED)
 def test_an_absent_package_is_named_with_how_to_install_it(
-    implementation: AdamWImplementation, monkeypatch: pytest.MonkeyPatch
+    implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = OptimConfig(implementation=implementation)
     assert implementation_problem(config, None) == ""
