@@ -30,7 +30,8 @@ class ScheduleConfig(Section):
 
 
 class AdaptersConfig(OpenSection):
-    """What is trained instead of the weights of `init_from`, which stay as they are. Without any, all are trained."""
+    """Parameters that are trained instead of those of `init_from`, which stay as they are. Without any, all are
+    trained."""
 
     members = ADAPTERS
 

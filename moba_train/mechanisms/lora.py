@@ -7,7 +7,7 @@ m / norm, where m, one number for each row, begins at the row's norm in W and is
 backward pass (section 4.3 there). The parameter here is the change of m, which is the same to an optimizer: rounded to
 bf16, m itself would change a base by up to one part in 512 before anything is trained.
 
-Names of options and parameters are those of `peft`, whose folders tools/convert/peft_folder.py writes.
+Names of options and parameters are those of `peft`, whose folders tools/convert/adapters.py writes.
 
 Shape suffixes: T packed tokens, I columns in, O columns out, r rank.
 """

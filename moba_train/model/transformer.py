@@ -5,7 +5,7 @@ Shape suffixes: T packed tokens, D hidden size, H query heads, K key/value heads
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class Transformer(nn.Module):
         self.chunk_loss: ChunkLoss = chunk_loss
         self.adapters: Adapters | None = None
         """Added modules that are trained instead of the model's own; set where the model is built."""
+        self.largest_lse: Any = None
+        """`parallel.largest_lse.LargestLse` of a model that trains."""
         self.objective: Objective | None = None
         """Minimised instead of the cross entropy; set from outside, may change between steps."""
 

@@ -7,9 +7,10 @@ optimizer step, no change of its optimizer state and no weight decay.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,8 @@ class OptimizerSpec:
     the parameter; 0: a single number whatever the parameter's size."""
     matrix_state: Mapping[str, int]
     """The state tensors, as in `state`, of each of the `block_matrices`."""
+    problems: Callable[[Any], Iterator[str]] = lambda _config: iter(())
+    """Problems of a recipe, a `RunConfig`, with the optimizer, each named by its key."""
     Options: type[Section] | None = None
     """Its section of the recipe, `optim.NAME`; None: it has no keys of its own."""
 

@@ -24,8 +24,9 @@ from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.spec import ModelSpec, kind_parameters
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import wrap_blocks
-from moba_train.parallel.dims import SHARD, ParallelDims
+from moba_train.parallel.dims import SHARD, ParallelDims, coordinates
 from moba_train.parallel.float8 import compile_for_float8, convert_linears
+from moba_train.parallel.largest_lse import LargestLse
 from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace, model_parts
 from moba_train.parallel.tensor import apply_tensor_parallel, overlap_transfers
 from moba_train.parallel.transfers import (
@@ -176,6 +177,9 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
     # Behind sharding, so that only this rank's parts are ever allocated.
     model.to_empty(device=device)
     initialize_weights(model, seed)
+    wide = torch.promote_types(computation.dtype, torch.float32)
+    tp_rank = coordinates(dims.sizes, dims.world.rank).tp
+    model.largest_lse = LargestLse(model, dims.sizes.tp, tp_rank, wide, device)
     return model
 
 

@@ -23,6 +23,7 @@ from moba_train.memory.devices import Device
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.spec import ModelSpec, kind_of_parameter
 from moba_train.optim.adamw import implementation_problem
+from moba_train.optim.registry import OPTIMIZERS
 from moba_train.optim.spec import is_trainable
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
 from moba_train.parallel.fsdp import norm_problem
@@ -75,6 +76,7 @@ def part_problems(
         *_precision_problems(config.precision, parallel, config.compile, here, device),
         *_norm_problems(config.norm_implementation, parallel.tp, here),
         *_optimizer_problems(config.optim, here if training else None),
+        *OPTIMIZERS[config.optim.kind].problems(config),
         *_adapter_problems(config),
         *attention,
         *length_problems(config.data, config.stages),
