@@ -356,16 +356,30 @@ def sft(
         Literal["skip", "fail"], typer.Option(help="Unusable records: skip them, or fail at the first")
     ] = "skip",
     show: Annotated[int, typer.Option(min=0, help="Conversations to print, with the loss text highlighted")] = 0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Longer conversations end with the last answer that fits; default: no limit"),
+    ] = None,
+    loss_turns: Annotated[
+        Literal["all", "last"],
+        typer.Option(help="Answers that carry loss: all, or those after the last message of a user"),
+    ] = "all",
+    template_kwargs: Annotated[
+        str,
+        typer.Option(help='Variables of the template as JSON, such as {"enable_thinking": false}; a record may differ'),
+    ] = "{}",
 ) -> None:
     """Turn conversations (messages, prompt and completion, ShareGPT, alpaca, tokens) into a corpus with a loss mask."""
+    from data_tools.conversations import template_variables
     from data_tools.outputs import skipped_file
-    from data_tools.sft import make_sft_corpus
+    from data_tools.sft import SftOptions, make_sft_corpus
     from data_tools.show import load_decoder, show_documents
     from moba_train.tools.chat.load import load_chat_template
 
     files = _find_files(inputs, ("*.jsonl", "*.json"), ())
     chat_template = load_chat_template(template, end_of_turn)
-    result = make_sft_corpus(files, output, tokenizer, chat_template, holdout, on_error == "fail")
+    options = SftOptions(max_tokens, loss_turns, template_variables(template_kwargs))
+    result = make_sft_corpus(files, output, tokenizer, chat_template, holdout, on_error == "fail", options)
     if result.already_complete:
         typer.echo("already complete, nothing to do")
     _print_bad(result.bad, skipped_file(output))

@@ -23,7 +23,8 @@ from moba_train.errors import DataError
 
 Message = dict[str, Any]
 """`role` and `content`, as templates expect them. An assistant message may have `tool_calls`, and then `content` may be
-None; its `weight` of 0 excludes it from the loss. Other keys, such as `reasoning_content`, are for the template."""
+None; its `weight`, 0 to 1, is that of its tokens in the loss. Other keys, such as `reasoning_content`, are for the
+template."""
 
 _CHATML_CALLS = """\
 {%- macro calls(message) %}
@@ -136,10 +137,16 @@ def texts(value: Any) -> Iterator[str]:
 
 
 class TemplateSegment(NamedTuple):
-    """Consecutive text of a conversation that all carries loss, or none."""
+    """Consecutive text of a conversation that all carries loss with one weight, or none."""
 
     text: str
-    in_loss: bool
+    weight: float
+    """Of each token in the loss; 0: none."""
+
+    @property
+    def in_loss(self) -> bool:
+        """True if the text carries loss."""
+        return self.weight > 0
 
 
 class SplitConversation(NamedTuple):
@@ -160,6 +167,7 @@ class _Answer(NamedTuple):
     text: str
     begin: int
     end: int
+    weight: float
 
     @property
     def whole(self) -> str:
@@ -326,7 +334,8 @@ class ChatTemplate:
         end = text.find(self.definition.end_of_turn, len(prompt))
         if end < 0:
             raise ValueError(self._other_end(index, text[len(prompt) :], messages[index].get("content") or ""))
-        answer = _Answer(text, len(prompt), end + len(self.definition.end_of_turn))
+        weight = messages[index].get("weight", 1)
+        answer = _Answer(text, len(prompt), end + len(self.definition.end_of_turn), weight)
         calls = messages[index].get("tool_calls") or []
         _require_names(answer.whole[answer.begin :], calls, f"the tool calls of message {index}")
         return answer
@@ -375,12 +384,12 @@ def _segments(text: str, answers: dict[int, _Answer]) -> list[TemplateSegment]:
     before another one ends."""
     at = 0
     segments = []
-    for index, (_, begin, end) in answers.items():
+    for index, (_, begin, end, weight) in answers.items():
         if begin < at:
             raise ValueError(_differs(index))
-        segments += [TemplateSegment(text[at:begin], False), TemplateSegment(text[begin:end], True)]
+        segments += [TemplateSegment(text[at:begin], 0), TemplateSegment(text[begin:end], weight)]
         at = end
-    return [segment for segment in (*segments, TemplateSegment(text[at:], False)) if segment.text]
+    return [segment for segment in (*segments, TemplateSegment(text[at:], 0)) if segment.text]
 
 
 def _unusual_order(messages: Sequence[Message]) -> str:
