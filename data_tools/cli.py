@@ -192,6 +192,9 @@ def long_range(
             help="Questions per document, as conversations for `sft`; 0: plain documents",
         ),
     ] = 0,
+    reads: Annotated[
+        int, typer.Option(min=0, help="With --questions: tool calls by which the assistant reads the document")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same documents")] = 0,
     text_key: TextKey = "text",
     globs: Globs = None,
@@ -201,9 +204,14 @@ def long_range(
     """Make long documents with repeated passages and questions about earlier notes, for miniature recipes."""
     from data_tools.long_range import write_long_range
     from data_tools.outputs import list_skipped, skipped_file
+    from moba_train.errors import DataError
 
     files = _files(inputs, globs, excludes)
-    bad = write_long_range(files, output, documents, characters, seed, text_key, questions, encoding_errors)
+    if reads and not questions:
+        raise DataError(f"--reads: given {reads} without --questions, which it is for; give --questions 1 or more")
+    bad = write_long_range(
+        files, output, documents, characters, seed, text_key, questions, encoding_errors, reads=reads
+    )
     list_skipped(output, bad)
     _print_bad(bad, skipped_file(output))
     what = f"conversations with {questions} questions about" if questions else "documents of at least"

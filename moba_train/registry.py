@@ -148,7 +148,7 @@ OPTIMIZERS: Registry[Any] = Registry("moba_train.optimizers", "optimizer", ("Opt
 ADAMW_IMPLEMENTATIONS: Registry[Any] = Registry(
     "moba_train.adamw_implementations", "implementation of AdamW", ("problem", "state_device")
 )
-"""Classes with the interface of `optim.adamw.Implementation`."""
+"""Optimizers, as `optim.adamw.IMPLEMENTATIONS` says."""
 OBJECTIVES: Registry[Any] = Registry("moba_train.objectives", "objective", ("Options", "prepare", "of_chunk"))
 """Subclasses of `model.objective.Objective`."""
 ADAPTERS: Registry[Any] = Registry("moba_train.adapters", "adapter", ("Options", "problems", "check"))

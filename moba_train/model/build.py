@@ -44,20 +44,19 @@ def with_adapters(spec: ModelSpec, adapters: tuple[str, Section] | None) -> Mode
     spec = replace(spec, adapters=adapters)
     with torch.device("meta"):
         model = build_model(spec)
-    base = base_parameters(model)
-    weights = dict(model.named_parameters())
-    total = sum(weight.numel() for weight in weights.values())
-    frozen = sum(weights[name].numel() for name in base)
     blocks = []
-    for layer, block in enumerate(spec.blocks):
-        own = {name: weight for name, weight in weights.items() if name.startswith(f"blocks.{layer}.")}
-        trained = [weight for name, weight in own.items() if name not in base]
-        parameters = sum(weight.numel() for weight in own.values())
-        matrices = sum(weight.numel() for weight in trained if weight.dim() > 1)
-        added = sum(weight.numel() for weight in trained)
-        blocks.append(block._replace(parameters=parameters, matrices=matrices, base=parameters - added))
-    counts = replace(spec.counts, adapters=total - spec.counts.total, base=frozen)
-    return replace(spec, counts=counts, blocks=tuple(blocks), base=base)
+    for counts, block in zip(spec.blocks, model.blocks, strict=True):
+        trained = [weight for weight in block.parameters() if weight.requires_grad]
+        matrices = _elements(weight for weight in trained if weight.dim() > 1)
+        size = _elements(block.parameters())
+        blocks.append(counts._replace(parameters=size, matrices=matrices, base=size - _elements(trained)))
+    frozen = _elements(weight for weight in model.parameters() if not weight.requires_grad)
+    parts = replace(spec.counts, adapters=_elements(model.parameters()) - spec.counts.total, base=frozen)
+    return replace(spec, counts=parts, blocks=tuple(blocks), base=base_parameters(model))
+
+
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[AttentionKind]:

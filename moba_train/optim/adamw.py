@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with weight decay on matrices only, by torch or by a registered
 implementation (mechanisms/adamw.py). All keep the same state, so a run may go on with another one."""
 
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,22 +13,10 @@ from moba_train.config.optim import OptimConfig
 from moba_train.optim.gradients import local_part
 from moba_train.optim.spec import ADAMW_STATE, NamedParameters, OptimizerSpec, trained_parameters
 
-
-class Implementation(Protocol):
-    """A class of optimizers that compute AdamW's update, with the state of torch.optim.AdamW."""
-
-    state_device: torch.device | None
-    """Device of the moments; None: that of the parameters."""
-
-    def __call__(self, groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
-        """The optimizer of these parameter groups."""
-
-    def problem(self, device: str) -> str:
-        """Reason why it cannot run on `device`, "cuda" or "cpu", in words for an error message; empty when it can."""
-
-
-IMPLEMENTATIONS = cast(registry.Registry[Implementation], registry.ADAMW_IMPLEMENTATIONS)
-"""Implementations by name; `torch`, which is none of them, is torch's own optimizer."""
+IMPLEMENTATIONS: registry.Registry[Any] = registry.ADAMW_IMPLEMENTATIONS
+"""Implementations by name, as `mechanisms/adamw.py` has them: classes of optimizers, made of parameter groups and the
+section of the recipe. `problem(device)` says why one cannot run there, `state_device` where the moments are (None: with
+the parameters)."""
 
 
 def implementation_problem(config: OptimConfig, device: str | None) -> str:

@@ -150,15 +150,13 @@ def layout_problems(
     return problems
 
 
-def _adapter_problems(config: RunConfig) -> Iterator[str]:
+def _adapter_problems(config: RunConfig, begins: bool = False) -> Iterator[str]:
     if (given := config.adapters.given) is not None:
         name, options = given
-        yield from ADAPTERS[name].problems(options, config)
-
-
-def _base_problems(config: RunConfig) -> Iterator[str]:
-    if config.adapters.given is not None and config.init_from is None:
-        yield f"init_from: given null; adapters.{config.adapters.given[0]} needs the model that it adapts"
+        if not begins:
+            yield from ADAPTERS[name].problems(options, config)
+        elif config.init_from is None:
+            yield f"init_from: given null; adapters.{name} needs the model that it adapts"
 
 
 def _feed_forward_problems(config: RunConfig, shards: int | None, here: str | None) -> Iterator[str]:
@@ -186,7 +184,7 @@ def files_problems(config: RunConfig, run: ResolvedRun | None, *, training: bool
         *exit_data_problems(config.evaluation, settings),
         *sample_problems(config.evaluation, settings),
         *(initial_problems(config.model, spec, initial) if initial is not None else ()),
-        *_base_problems(config),
+        *_adapter_problems(config, begins=True),
         *_folder_problems(config.run_dir, fallback_dir),
         *(sink_problems(config.telemetry) if training else ()),
     ]

@@ -19,7 +19,7 @@ from moba_train.errors import DataError
 from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.chat.template import Conversation
 from tests.data_tools.test_sft import write_lines
-from tests.data_tools.test_sft_messages import assistant, make, user
+from tests.data_tools.test_sft_messages import FORGETS, TWO_TURNS, assistant, make, user
 
 TOOLS = [{"type": "function", "function": {"name": "run", "description": "Runs a command.", "parameters": {}}}]
 THINKS = (
@@ -120,6 +120,18 @@ def test_a_long_trajectory_ends_with_the_last_answer_that_fits(
         DataError, match=f"its first answer ends with token {ends[0]}, --max-tokens allows {ends[0] - 1}"
     ):
         make_sft_corpus([source], str(tmp_path / "no"), tokenizer, CHATML, options=SftOptions(max_tokens=ends[0] - 1))
+
+
+def test_of_samples_for_each_turn_those_that_fit_remain(tmp_path: Path, tokenizer: str) -> None:
+    """Where the template drops earlier thoughts, each turn is a sample; the second one alone is too long."""
+    turns = [*TWO_TURNS, user("And now all of it: " + "3+3? " * 50), assistant("6", reasoning_content="long")]
+    documents, _ = make(tmp_path, tokenizer, FORGETS, [{"messages": turns}], "--end-of-turn", "<e>")
+    assert len(documents) == 3
+    (tmp_path / "cut").mkdir()
+    options = ("--end-of-turn", "<e>", "--max-tokens", "120")
+    fitting, printed = make(tmp_path / "cut", tokenizer, FORGETS, [{"messages": turns}], *options)
+    assert fitting == documents[:2]
+    assert "1 answers are left out" in printed
 
 
 def test_the_command_says_what_it_cut(tmp_path: Path, tokenizer: str, lengths: tuple[int, list[int]]) -> None:
