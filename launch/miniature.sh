@@ -52,7 +52,7 @@ conversations() {  # NAME DOCUMENTS CHARACTERS QUESTIONS [READS]
 }
 if [ "$name" = sft-agents ]; then
     [ -e runs/mini/short-then-long/evaluation ] || bash launch/miniature.sh short-then-long
-    conversations agents 300 80000 3 8
+    conversations agents 300 50000 3 8
 fi
 if [ "$name" = sft-1m ]; then
     [ -e runs/mini/continue-1m/evaluation ] || bash launch/miniature.sh continue-1m

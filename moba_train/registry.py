@@ -149,6 +149,8 @@ ADAMW_IMPLEMENTATIONS: Registry[Any] = Registry(
     "moba_train.adamw_implementations", "implementation of AdamW", ("problem", "state_device")
 )
 """Optimizers, as `optim.adamw.IMPLEMENTATIONS` says."""
+NORMS: Registry[Any] = Registry("moba_train.norms", "implementation of RMS norms", ("problem", "forward"))
+"""Subclasses of `torch.nn.RMSNorm`, whose `problem(device)` says why one cannot run there."""
 OBJECTIVES: Registry[Any] = Registry("moba_train.objectives", "objective", ("Options", "prepare", "of_chunk"))
 """Subclasses of `model.objective.Objective`."""
 ADAPTERS: Registry[Any] = Registry("moba_train.adapters", "adapter", ("Options", "problems", "check"))

@@ -105,17 +105,20 @@ def load_model_and_optimizer(
 
 
 def load_model(
-    model: nn.Module, path: Path, *, optional: Collection[str] = (), verify: bool = False, initial: bool = False
+    model: nn.Module,
+    path: Path,
+    *,
+    optional: Collection[str] = (),
+    verify: bool = False,
+    without: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Restores the model alone, for evaluation and generation, and returns the checkpoint's meta.
 
     Parameters whose names begin with one of the prefixes in `optional` may be missing on either side; the model's then
-    stay as they are. Of a model with adapters a checkpoint of its own has all but the base; with `initial`, `path` is
-    that of the model that it begins with.
+    stay as they are, and so do those of `without` (see `model_tensors`).
     """
     names = ("optim.", "rng.", *_state_names(optional))
-    adapters = getattr(model, "adapters", None)
-    tensors = model_tensors(model, adapters.added if initial and adapters else None)
+    tensors = model_tensors(model, without)
     return load_checkpoint(path, tensors, optional=names, elsewhere=_elsewhere(model, tensors), verify=verify)
 
 

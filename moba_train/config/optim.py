@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from moba_train.config.base import OpenSection, Section, TokenBudget
-from moba_train.config.explain import did_you_mean
+from moba_train.config.explain import one_of
 from moba_train.registry import ADAMW_IMPLEMENTATIONS, ADAPTERS, OPTIMIZERS
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -70,7 +70,4 @@ class OptimConfig(OpenSection):
     @field_validator("kind", "implementation")
     @classmethod
     def _is_registered(cls, name: str, info: ValidationInfo) -> str:
-        allowed = [*OPTIMIZERS] if info.field_name == "kind" else ["torch", *ADAMW_IMPLEMENTATIONS]
-        if name not in allowed:
-            raise ValueError(f"given {name!r}{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
-        return name
+        return one_of(name, [*OPTIMIZERS] if info.field_name == "kind" else ["torch", *ADAMW_IMPLEMENTATIONS])

@@ -112,16 +112,16 @@ def rank_weights(
     last_block = 0 if copy_engines else held * blocks[work.layers[-1]]
     copied = width * (counts.output // sizes.tp) if head_unit else last_block
     all_ranks = sizes.shards * sizes.tp
-    trained_inner, trained_ends = _numbers(spec, work, spec.base)
-    trained = Trained(
-        shard=-(-(trained_inner + trained_ends) // all_ranks),
-        total=-(-(trained_inner + trained_ends - sum(away.values())) // sizes.tp),
-        ends=trained_ends // sizes.tp,
-        outer=trained_ends // sizes.tp if outer == ends else min(outer, trained_ends // sizes.tp),
-        largest_block=max(size - spec.blocks[layer].base // sizes.tp for layer, size in blocks.items()),
-    )
+    shard = -(-(inner + ends * sizes.tp) // all_ranks)
+    trained = Trained(shard, total, ends, outer, by_size[-1])
+    if spec.base:  # experts are in the base
+        inner, own_ends = _numbers(spec, work, spec.base)
+        largest = max(spec.blocks[layer].parameters - spec.blocks[layer].base for layer in work.layers)
+        trained = Trained(
+            -(-(inner + own_ends) // all_ranks), inner + own_ends, own_ends, min(outer, own_ends), largest
+        )
     return Weights(
-        shard=-(-(inner + ends * sizes.tp) // all_ranks),
+        shard=shard,
         trained=trained,
         total=total,
         ends=ends,

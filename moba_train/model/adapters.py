@@ -16,13 +16,12 @@ from moba_train.config.base import Section
 
 
 class Adapters(ABC):
-    """The adapters of a model, which its attribute `adapters` holds: a member of the group `moba_train.adapters`, made
-    of its section of the recipe and of the model, to which it adds modules, on torch's current device."""
+    """The adapters of a model, its attribute `adapters`: a member of the group `moba_train.adapters`, made of its
+    section of the recipe, `adapters.NAME`, and of the model, to which it adds modules on torch's current device."""
 
     Options: ClassVar[type[Section]]
-    """Its section, `adapters.NAME`."""
     base: frozenset[str]
-    """Names of the model's own parameters that are not trained."""
+    """Names of the model's own parameters that are not trained, and need no gradient."""
     added: frozenset[str]
     """Names of the parameters and buffers that the model has by the adapters."""
 
@@ -41,8 +40,7 @@ class Adapters(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Called on all ranks together when adapters were loaded. Raises CheckpointError if they were trained with a
-        base of other weights."""
+        """Called on all ranks together when adapters were loaded. Raises CheckpointError for another base."""
 
     @abstractmethod
     def off(self) -> AbstractContextManager[None]:

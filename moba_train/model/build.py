@@ -19,7 +19,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.model.adapters import base_parameters
-from moba_train.model.spec import ModelSpec, kind_of_parameter, kind_parameters
+from moba_train.model.spec import ModelSpec, elements, kind_of_parameter, kind_parameters
 from moba_train.model.transformer import Transformer
 from moba_train.registry import ADAPTERS
 from moba_train.torch_private import local_shape_and_offset
@@ -47,16 +47,12 @@ def with_adapters(spec: ModelSpec, adapters: tuple[str, Section] | None) -> Mode
     blocks = []
     for counts, block in zip(spec.blocks, model.blocks, strict=True):
         trained = [weight for weight in block.parameters() if weight.requires_grad]
-        matrices = _elements(weight for weight in trained if weight.dim() > 1)
-        size = _elements(block.parameters())
-        blocks.append(counts._replace(parameters=size, matrices=matrices, base=size - _elements(trained)))
-    frozen = _elements(weight for weight in model.parameters() if not weight.requires_grad)
-    parts = replace(spec.counts, adapters=_elements(model.parameters()) - spec.counts.total, base=frozen)
+        matrices = elements(weight for weight in trained if weight.dim() > 1)
+        size = elements(block.parameters())
+        blocks.append(counts._replace(parameters=size, matrices=matrices, base=size - elements(trained)))
+    frozen = elements(weight for weight in model.parameters() if not weight.requires_grad)
+    parts = replace(spec.counts, adapters=elements(model.parameters()) - spec.counts.total, base=frozen)
     return replace(spec, counts=parts, blocks=tuple(blocks), base=base_parameters(model))
-
-
-def _elements(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
 
 
 def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[AttentionKind]:

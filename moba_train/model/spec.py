@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
@@ -103,10 +103,10 @@ def model_spec(config: ModelConfig, stages: Iterable[Sequence[LayerAttention]]) 
         for kind, module in of_layer.items()
     }
     added = [nn.ModuleList(of_layer.values()) for of_layer in modules]
-    counts = count_parameters(config, sum(_elements(of_layer) for of_layer in added))
+    counts = count_parameters(config, sum(elements(of_layer.parameters()) for of_layer in added))
     blocks = tuple(
         BlockCounts(
-            sum(_block_parameters(config, layer)) + _elements(of_layer),
+            sum(_block_parameters(config, layer)) + elements(of_layer.parameters()),
             attention_matrices(config, layer) + costs.matrices + _linear_elements(of_layer),
             costs.separate,
         )
@@ -128,8 +128,9 @@ def kind_parameters(config: ModelConfig, kinds: Sequence[Mapping[str, Section]])
     return [{name: module for name, module in of_layer.items() if module} for of_layer in made]
 
 
-def _elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def elements(tensors: Iterable[Tensor]) -> int:
+    """Elements of all tensors together."""
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _linear_elements(module: nn.Module) -> int:

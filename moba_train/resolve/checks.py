@@ -26,8 +26,7 @@ from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.optim.spec import is_trainable
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
-from moba_train.parallel.fsdp import norm_problem
-from moba_train.registry import ADAPTERS, FEED_FORWARDS, OBJECTIVES
+from moba_train.registry import ADAPTERS, FEED_FORWARDS, NORMS, OBJECTIVES
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import corpus_problems, length_problems, tokenizer_problems, vocabulary_problems
 from moba_train.resolve.evaluations import (
@@ -308,7 +307,7 @@ def _precision_problems(
 
 def _norm_problems(implementation: str, tp: int, here: str | None) -> Iterator[str]:
     given = f"norm_implementation: given {implementation!r}"
-    if reason := norm_problem(implementation, here):
+    if implementation != "torch" and here is not None and (reason := NORMS[implementation].problem(here)):
         yield f"{given}, which cannot run: {reason}; set torch"
     if implementation == "apex" and tp > 1:
         yield f"{given} with parallel.tp: {tp}, whose norms are sharded by rows; set torch, or tp to 1"

@@ -76,10 +76,7 @@ def source_model(folder: Path) -> ModelConfig:
     checkpoint, _held = find_checkpoint(folder)
     run = resolve_unchecked(saved_recipe(checkpoint))
     if run.setup.spec.adapters is not None:
-        raise CheckpointError(
-            f"{folder} holds adapters alone, not a model; give a model that they were merged into "
-            "(moba-train convert moba-to-hf)"
-        )
+        raise CheckpointError(f"{folder} holds adapters alone; merge them first: moba-train convert moba-to-hf")
     return run.setup.shape.model_copy(update={"rope": saved_stage(checkpoint, run.stages).rope})
 
 
@@ -95,9 +92,8 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     foreign = foreign_source(folder)
     if foreign is None:
         folder, _held = find_checkpoint(folder)
-        folder = (
-            broadcast(folder) if dist.is_initialized() else folder
-        )  # where that run trains, ranks may find different ones
+        if dist.is_initialized():
+            folder = broadcast(folder)  # where that run trains, ranks may find different ones
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
     adapters = model.adapters
@@ -110,7 +106,7 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
         left_out: set[str] = set()
     else:
         theirs = {kind_prefix(layer, kind) for layer, kind in _source_kinds(folder)}
-        load_model(model, folder, optional=own | theirs, verify=True, initial=True)
+        load_model(model, folder, optional=own | theirs, verify=True, without=added)
         source = f"the checkpoint {folder}"
         tensors = CheckpointReader(folder).tensors if own or theirs else {}
         saved = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
