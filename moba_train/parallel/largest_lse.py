@@ -27,7 +27,7 @@ class LargestLse:
         self._own = torch.full(shape, -torch.inf, dtype=dtype, device=device)
         self._all = (model.config.layers, tp, shape[1])
         for block, row_H in zip(model.blocks, self._own, strict=True):
-            block.attention.largest_lse_H = row_H  # type: ignore[union-attr, assignment]  # blocks are modules to mypy
+            block.attention.largest_lse_H = row_H  # type: ignore[union-attr]  # blocks are modules to mypy
 
     def begin_step(self) -> None:
         """Forget the step before."""

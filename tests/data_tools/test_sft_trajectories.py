@@ -151,7 +151,7 @@ def test_an_answers_weight_is_that_of_its_tokens_in_training(tmp_path: Path, tok
     assert {*mask.tolist()} == {0, 1, 51}
     tokens = len(mask)
     for norm in ("token", "sequence"):
-        data = StageData([SourceConfig(path=prefix)], tokens, 1, 0, {}, 100_000, "best_fit", norm)  # type: ignore[arg-type]
+        data = StageData([SourceConfig(path=prefix)], tokens, 1, 0, {}, 100_000, "best_fit", norm)
         weights = data.sample(0).loss_weight[: tokens - 1]
         expected = np.select([mask == 1, mask == 51], [1.0, 0.5], 0.0)[1:]
         scale = expected.sum() if norm == "sequence" else 1

@@ -22,7 +22,8 @@ context-slices-dense-h200.json)."""
 def transport_spec(name: str) -> TransportSpec:
     """The registered transport of this name. Raises ValueError, naming the YAML key, for any other."""
     if name not in TRANSPORTS:
-        raise ValueError(f"parallel.cp_transport: given {name!r}; allowed: auto, {', '.join(TRANSPORTS)}")
+        allowed = ", ".join(["auto", *TRANSPORTS])
+        raise ValueError(f"parallel.cp_transport: given {name!r}, which is not registered; allowed: {allowed}")
     return cast(TransportSpec, TRANSPORTS[name])
 
 

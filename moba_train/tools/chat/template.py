@@ -141,7 +141,7 @@ class TemplateSegment(NamedTuple):
 
     text: str
     weight: float
-    """Of each token in the loss; 0: none."""
+    """Weight of each token in the loss; 0: none."""
 
     @property
     def in_loss(self) -> bool:
