@@ -372,6 +372,9 @@ def sft(
         Literal["all", "last"],
         typer.Option(help="Answers that carry loss: all, or those after the last message of a user"),
     ] = "all",
+    thought_weight: Annotated[
+        float, typer.Option(min=0, max=1, help="Factor on the loss of thoughts (reasoning_content); 0: no loss")
+    ] = 1.0,
     template_kwargs: Annotated[
         str,
         typer.Option(help='Variables of the template as JSON, such as {"enable_thinking": false}; a record may differ'),
@@ -386,7 +389,7 @@ def sft(
 
     files = _find_files(inputs, ("*.jsonl", "*.json"), ())
     chat_template = load_chat_template(template, end_of_turn)
-    options = SftOptions(max_tokens, loss_turns, template_variables(template_kwargs))
+    options = SftOptions(max_tokens, loss_turns, thought_weight, template_variables(template_kwargs))
     result = make_sft_corpus(files, output, tokenizer, chat_template, holdout, on_error == "fail", options)
     if result.already_complete:
         typer.echo("already complete, nothing to do")

@@ -57,6 +57,8 @@ class SftOptions(NamedTuple):
     """Longest conversation (`encode_record`)."""
     loss_turns: Literal["all", "last"] = "all"
     """`last`: only answers after the last message of a user carry loss."""
+    thought_weight: float = 1.0
+    """Factor on the weight of thoughts (`template.THOUGHTS`); 0: they carry no loss."""
     variables: dict[str, Any] = {}
     """`chat_template_kwargs` of records that do not give them, such as `enable_thinking`."""
 
@@ -67,6 +69,9 @@ class SftOptions(NamedTuple):
         if self.loss_turns == "last" and users:
             earlier = [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages[: users[-1]]]
             messages = [*earlier, *messages[users[-1] :]]
+        if self.thought_weight != 1:
+            factor = {"thought_weight": self.thought_weight}
+            messages = [m | factor if m["role"] == "assistant" else m for m in messages]
         variables = {**self.variables, **(conversation.variables or {})}
         return conversation._replace(messages=messages, variables=variables or None)
 
@@ -172,7 +177,8 @@ def encode_record(
     ends = np.cumsum([len(segment_ids) for segment_ids in ids_by_segment])
     if most is None or ends[-1] <= most:
         return TokenizedConversation(ids, mask)
-    answers = [int(end) for end, segment in zip(ends, record, strict=True) if segment.in_loss]
+    following = [*(segment.in_loss for segment in record[1:]), False]
+    answers = [int(end) for end, one, more in zip(ends, record, following, strict=True) if one.in_loss and not more]
     fitting = [end for end in answers if end <= most]
     if not fitting:
         raise ValueError(f"its first answer ends with token {answers[0]:,}, --max-tokens allows {most:,}")

@@ -1,7 +1,6 @@
 """Largest log-sum-exp of each attention head in a step, which the attention returns in any case: at least the head's
 largest logit, and at most that + ln(keys). A bound of what makes training diverge when it grows (Kimi K2,
-arXiv:2507.20534, section 2.1).
-"""
+arXiv:2507.20534, section 2.1)."""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ class LargestLse:
     """
 
     def __init__(self, model: Transformer, tp: int, tp_rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._layers = own_layers(model)
+        self._layers = torch.tensor(own_layers(model), device=device)
         self._tp_rank = tp_rank
         shape = len(self._layers), model.config.heads // tp
         self._own = torch.full(shape, -torch.inf, dtype=dtype, device=device)
@@ -36,7 +35,7 @@ class LargestLse:
     def over_ranks(self) -> Tensor:
         """Values of all layers and heads over all ranks, [layers, H]. Called on all ranks together."""
         found = self._own.new_full(self._all, -torch.inf)
-        found[self._layers, self._tp_rank] = self._own
+        found[:, self._tp_rank].index_copy_(0, self._layers, self._own)
         if dist.is_initialized():
             dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.flatten(1)

@@ -17,7 +17,7 @@ from moba_train.data.loss_mask import byte_of_weight, mask_prefix
 from moba_train.data.samples import StageData
 from moba_train.errors import DataError
 from moba_train.tools.chat.load import load_chat_template
-from moba_train.tools.chat.template import Conversation
+from moba_train.tools.chat.template import ChatTemplate, Conversation
 from tests.data_tools.test_sft import write_lines
 from tests.data_tools.test_sft_messages import FORGETS, TWO_TURNS, assistant, make, user
 
@@ -77,6 +77,24 @@ def test_thinking_is_switched_off_for_all_or_one_conversation(tmp_path: Path, to
     done = CliRunner().invoke(app, [*command, "--template-kwargs", '{"tools": []}'])
     assert done.exit_code == 2
     assert "--template-kwargs: given" in done.output
+
+
+def test_thoughts_without_loss_are_left_out_of_the_answers(tmp_path: Path, tokenizer: str) -> None:
+    """Those that the template writes; weights multiply, and limits still cut at the ends of answers."""
+    (document,), _ = make(tmp_path, tokenizer, THINKS, [RECORD], "--end-of-turn", "<e>", "--thought-weight", "0")
+    assert with_loss(document)[-2:] == ["<think>", "</think>It passes.<e>"]
+    assert len(with_loss(document)) == 10
+    found = ChatTemplate(THINKS, "<e>").split(
+        Conversation([user("?"), assistant("!", reasoning_content="hm", weight=0.5, thought_weight=0.5)])
+    )
+    assert found.samples == [
+        [("<user>?<e><assistant>", 0), ("<think>", 0.5), ("hm", 0.25), ("</think>!<e>", 0.5)],
+    ]
+    (tmp_path / "cut").mkdir()
+    options = ("--end-of-turn", "<e>", "--thought-weight", "0", "--max-tokens", "200")
+    (cut,), _ = make(tmp_path / "cut", tokenizer, THINKS, [RECORD], *options)
+    assert cut.endswith("<e>]]")
+    assert document.startswith(cut)
 
 
 def test_loss_on_the_last_turn_is_on_all_its_calls(tmp_path: Path, tokenizer: str) -> None:

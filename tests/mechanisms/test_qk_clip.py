@@ -25,6 +25,7 @@ from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients
 from moba_train.parallel.largest_lse import LargestLse
 from moba_train.parallel.world import joined_world
+from moba_train.run.step import StepLosses, StepResult
 from tests.gradients import full_tensor
 from tests.resolve.refusals import assert_refused
 from tests.resolved import shard_of, sharded_of, stages_of
@@ -193,6 +194,12 @@ def test_the_first_suspect_of_a_spike_is_a_large_logit(run: Run, monkeypatch: py
     text = f"first suspect: attention logits of about {bounds.max().item():.4g} in layer {layer}, head {head}"
     assert text in spike["message"]
     assert text in dump["message"]
+
+
+def test_layers_that_note_nothing_log_nothing() -> None:
+    zero = torch.zeros(())
+    numbers = {"max_lse": torch.tensor(-math.inf), "grad_norm_nsa": torch.tensor(2.0)}
+    assert StepResult.read(StepLosses(torch.device("cpu")), zero, zero, numbers).further == {"grad_norm_nsa": 2.0}
 
 
 @pytest.mark.parametrize(
