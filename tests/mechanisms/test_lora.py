@@ -177,6 +177,20 @@ def test_another_base_is_refused(run: Run, base: Path, tmp_path: Path, capsys: p
     assert "init_from: holds other weights than those" in capsys.readouterr().err
 
 
+def test_a_run_keeps_its_adapters_and_no_other_begins_with_them(
+    run: Run, undisturbed: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapting(run, undisturbed.run_dir)
+    assert run.train_here() != 0
+    assert "holds adapters alone; merge them first: moba-train convert moba-to-hf" in capsys.readouterr().err
+    run.recipe = undisturbed.recipe | {"run_dir": str(run.run_dir), "parallel": {}}
+    run.take_over(undisturbed, 8)
+    for adapters in ({"lora": LORA}, {}):  # without dropout; without adapters
+        run.recipe["adapters"] = adapters
+        assert run.train_here() != 0
+        assert "adapters was lora r=4" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def exported(undisturbed: Run, base: Path) -> tuple[Path, Path, Tensor]:
     """The folder with merged weights, that for peft, and our logits of `TOKENS` with full attention."""
