@@ -4,7 +4,6 @@ Shape suffixes: n tokens that carry loss or a chunk of them, D hidden size, V vo
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -21,9 +20,9 @@ class Objective(ABC):
     Options: ClassVar[type[Section]]
 
     @classmethod
-    def problems(cls, options: Any, config: Any) -> Iterator[str]:
-        """Problems of a recipe, a `RunConfig`, with these options, each beginning with the key of the section."""
-        return iter(())
+    @abstractmethod
+    def problems(cls, options: Any, config: Any) -> list[str]:
+        """Problems with the recipe, a `RunConfig`, each begun with a key's end: `.on: given ...; allowed: ...`."""
 
     @abstractmethod
     def begin_step(self, step: int) -> None:

@@ -380,14 +380,11 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
 
 
 def _objective_problems(config: RunConfig) -> Iterator[str]:
-    pp = config.parallel.pp
-    for index, found in enumerate(stage.objectives for stage in config.stages):
-        if len(found) > 1 or (found and pp > 1):
-            given = f"stages[{index}].{' and '.join(found)}: given with parallel.pp {pp}"
-            yield f"{given}; allowed: one objective, with pp 1"
-        for name, options in found.items():
-            for problem in OBJECTIVES[name].problems(options, config):
-                yield f"stages[{index}].{name}.{problem}"
+    for index, stage in enumerate(config.stages):
+        if len(stage.objectives) > 1:
+            yield f"stages[{index}].{' and '.join(stage.objectives)}: given together; allowed: one objective"
+        for name, options in stage.objectives.items():
+            yield from (f"stages[{index}].{name}{text}" for text in OBJECTIVES[name].problems(options, config))
 
 
 def _schedule_problems(run_schedule: ScheduleConfig, stages: Sequence[StageConfig], batch_tokens: int) -> Iterator[str]:
