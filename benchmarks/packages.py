@@ -27,10 +27,11 @@ from benchmarks.timing import milliseconds
 from moba_train.attention.kernels import varlen
 from moba_train.attention.layout import packed_layout
 from moba_train.config.precision import PrecisionConfig
+from moba_train.mechanisms.apex_norms import ApexRMSNorm
 from moba_train.model.feed_forward import FeedForward
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.float8 import convert_linears, float8_problem
-from moba_train.parallel.fsdp import norm_problem, use_apex_norms
+from moba_train.parallel.fsdp import use_norms
 
 Call = Callable[[], Sequence[Tensor]]
 """Forward and backward pass: outputs and gradients, in the same order for every implementation of a table."""
@@ -90,12 +91,12 @@ def norms(tokens: int, device: str) -> Iterator[tuple[str, Call]]:
     width = 4096 if device == "cuda" else 64
     x, gradient = random_tensors(device, (tokens, width), (tokens, width))
     for name in ("torch", "torch, compiled", "apex"):
-        if reason := norm_problem("apex", device) if name == "apex" else _no_compiler(name, device):
+        if reason := ApexRMSNorm.problem(device) if name == "apex" else _no_compiler(name, device):
             yield name, left_out(reason)
             continue
         module = nn.Sequential(nn.RMSNorm(width, 1e-5)).to(device, torch.bfloat16)
         if name == "apex":
-            use_apex_norms(module)
+            use_norms(module, "apex")
         yield name, differentiated(torch.compile(module) if name == "torch, compiled" else module, x, gradient)
 
 

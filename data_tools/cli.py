@@ -192,6 +192,9 @@ def long_range(
             help="Questions per document, as conversations for `sft`; 0: plain documents",
         ),
     ] = 0,
+    reads: Annotated[
+        int, typer.Option(min=0, help="With --questions: tool calls by which the assistant reads the document")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same documents")] = 0,
     text_key: TextKey = "text",
     globs: Globs = None,
@@ -201,9 +204,14 @@ def long_range(
     """Make long documents with repeated passages and questions about earlier notes, for miniature recipes."""
     from data_tools.long_range import write_long_range
     from data_tools.outputs import list_skipped, skipped_file
+    from moba_train.errors import DataError
 
     files = _files(inputs, globs, excludes)
-    bad = write_long_range(files, output, documents, characters, seed, text_key, questions, encoding_errors)
+    if reads and not questions:
+        raise DataError(f"--reads: given {reads} without --questions, which it is for; give --questions 1 or more")
+    bad = write_long_range(
+        files, output, documents, characters, seed, text_key, questions, encoding_errors, reads=reads
+    )
     list_skipped(output, bad)
     _print_bad(bad, skipped_file(output))
     what = f"conversations with {questions} questions about" if questions else "documents of at least"
@@ -356,16 +364,33 @@ def sft(
         Literal["skip", "fail"], typer.Option(help="Unusable records: skip them, or fail at the first")
     ] = "skip",
     show: Annotated[int, typer.Option(min=0, help="Conversations to print, with the loss text highlighted")] = 0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Longer conversations end with the last answer that fits; default: no limit"),
+    ] = None,
+    loss_turns: Annotated[
+        Literal["all", "last"],
+        typer.Option(help="Answers that carry loss: all, or those after the last message of a user"),
+    ] = "all",
+    thought_weight: Annotated[
+        float, typer.Option(min=0, max=1, help="Factor on the loss of thoughts (reasoning_content); 0: no loss")
+    ] = 1.0,
+    template_kwargs: Annotated[
+        str,
+        typer.Option(help='Variables of the template as JSON, such as {"enable_thinking": false}; a record may differ'),
+    ] = "{}",
 ) -> None:
     """Turn conversations (messages, prompt and completion, ShareGPT, alpaca, tokens) into a corpus with a loss mask."""
+    from data_tools.conversations import template_variables
     from data_tools.outputs import skipped_file
-    from data_tools.sft import make_sft_corpus
+    from data_tools.sft import SftOptions, make_sft_corpus
     from data_tools.show import load_decoder, show_documents
     from moba_train.tools.chat.load import load_chat_template
 
     files = _find_files(inputs, ("*.jsonl", "*.json"), ())
     chat_template = load_chat_template(template, end_of_turn)
-    result = make_sft_corpus(files, output, tokenizer, chat_template, holdout, on_error == "fail")
+    options = SftOptions(max_tokens, loss_turns, thought_weight, template_variables(template_kwargs))
+    result = make_sft_corpus(files, output, tokenizer, chat_template, holdout, on_error == "fail", options)
     if result.already_complete:
         typer.echo("already complete, nothing to do")
     _print_bad(result.bad, skipped_file(output))

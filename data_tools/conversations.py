@@ -200,11 +200,12 @@ def _weighted(message: dict[str, Any], parsed: Message) -> Message:
     weight = message.get("weight")
     if weight is None:
         return parsed
-    if weight not in (0, 1) or isinstance(weight, bool):
-        raise ValueError(f"weight {json.dumps(weight)[:60]}; allowed: 0 (no loss on this message) and 1")
-    if weight == 1 and parsed["role"] != "assistant":
-        raise ValueError(f"weight 1 on a message of role {parsed['role']!r}; only the assistant's messages carry loss")
-    return parsed | {"weight": 0} if weight == 0 else parsed
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
+        raise ValueError(f"weight {json.dumps(weight)[:60]}; allowed: 0 (no loss on this message) to 1")
+    if weight and parsed["role"] != "assistant":
+        said = f"weight {weight:g} on a message of role {parsed['role']!r}"
+        raise ValueError(f"{said}; only the assistant's messages carry loss")
+    return parsed | {"weight": weight} if weight != 1 else parsed
 
 
 def _role(message: Any, key: str, known: tuple[str, ...]) -> str:
@@ -246,6 +247,15 @@ def _tools(record: dict[str, Any]) -> list[Any] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("'tools' must be a list of objects, each the JSON schema of a tool")
     return tools or None
+
+
+def template_variables(text: str) -> dict[str, Any]:
+    """Variables for a chat template from JSON text. Raises DataError when it is no object, or names a key that a
+    template gets in another way."""
+    try:
+        return _variables({"chat_template_kwargs": text}) or {}
+    except ValueError as error:
+        raise DataError(f"--template-kwargs: given {text!r:.80}: {error}") from None
 
 
 def _variables(record: dict[str, Any]) -> dict[str, Any] | None:

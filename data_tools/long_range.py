@@ -7,13 +7,15 @@ answers refer back uniformly over the document so far, so their distances grow w
 variables that are assigned numbers or one another, and what their values are.
 
 With `questions`, a document becomes a conversation: the user gives the document and asks for one of its notes, then for
-others. Only the assistant's answers, a few numbers after a long document, carry loss in fine-tuning.
+others. Only the assistant's answers, a few numbers after a long document, carry loss in fine-tuning. With `reads`, the
+assistant reads the document itself, a part with each call of a tool, before it answers: an agent's trajectory.
 """
 
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from data_tools.documents import BadRecord, EncodingErrors, cut_shards, read_documents
 from data_tools.outputs import check_output_file, writing_file
@@ -65,6 +67,7 @@ def write_long_range(
     questions: int = 0,
     encoding_errors: EncodingErrors = "strict",
     weights: Mapping[str, int] = WEIGHTS,
+    reads: int = 0,
 ) -> list[BadRecord]:
     """Write `documents` documents of at least `characters` characters as JSON lines, from the text of `files`, and
     return the records that could not be read. The output is a pure function of the arguments.
@@ -72,6 +75,7 @@ def write_long_range(
     questions: 0 for the document under `text_key` in each line; otherwise each line is a conversation in the format
         "messages", with this number of questions and answers about the document
     weights: relative frequency of each section type
+    reads: calls by which the assistant reads the document of a conversation; 0: the user gives it
 
     Raises DataError when no text is long enough to take passages from, or `output` cannot be written.
     """
@@ -89,7 +93,8 @@ def write_long_range(
     with writing_file(output) as stream:
         for index in range(documents):
             draw = random.Random(f"{seed}/{index}")
-            stream.write((json.dumps(_record(texts, characters, questions, text_key, weights, draw)) + "\n").encode())
+            record = _record(texts, characters, questions, text_key, weights, draw, reads)
+            stream.write((json.dumps(record) + "\n").encode())
     return bad
 
 
@@ -100,18 +105,39 @@ def _record(
     text_key: str,
     weights: Mapping[str, int],
     draw: random.Random,
-) -> dict[str, str | list[dict[str, str]]]:
+    reads: int,
+) -> dict[str, Any]:
     """One record; each of `texts` must have at least `PASSAGE[1]` characters."""
     notes: dict[str, int] = {}
     document = _document(_sections(texts, notes, questions > 0, weights, draw), characters)
     if not questions:
         return {text_key: document}
-    messages = []
+    messages: list[dict[str, Any]] = []
     for name in draw.choices(list(notes), k=questions):
         messages.append({"role": "user", "content": _question(name)})
         messages.append({"role": "assistant", "content": str(notes[name])})
+    if reads:
+        return {"messages": [messages[0], *_reading(document, reads), *messages[1:]], "tools": [_TOOL]}
     messages[0]["content"] = f"{document}\n{messages[0]['content']}"
     return {"messages": messages}
+
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "read",
+        "description": "Reads a part of the document.",
+        "parameters": {"type": "object", "properties": {"part": {"type": "integer"}}},
+    },
+}
+
+
+def _reading(document: str, reads: int) -> Iterator[dict[str, Any]]:
+    """Yield a call for each part of the document, and its result."""
+    size = -(-len(document) // reads)
+    for part in range(reads):
+        yield {"role": "assistant", "tool_calls": [{"function": {"name": "read", "arguments": {"part": part}}}]}
+        yield {"role": "tool", "content": document[part * size : (part + 1) * size]}
 
 
 def _document(sections: Iterator[str], characters: int) -> str:

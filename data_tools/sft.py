@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
 from data_tools.documents import BadRecord
 from data_tools.outputs import already_made, choose_split, corpus_prefixes, list_skipped, write_errors
 from moba_train.data.indexed import IndexedDataset
-from moba_train.data.loss_mask import mask_prefix
+from moba_train.data.loss_mask import byte_of_weight, mask_prefix
 from moba_train.data.tokenizer import tokenizer_file, tokenizer_hash
 from moba_train.errors import DataError
 from moba_train.tools.chat.control_tokens import decode, encode
@@ -45,7 +45,38 @@ class TokenizedConversation(NamedTuple):
     ids: npt.NDArray[np.int64]
     """int64 [T]"""
     mask: npt.NDArray[np.uint8]
-    """uint8 [T]: 1 for tokens that carry loss."""
+    """uint8 [T]: the weight of each token in the loss, as a byte of a mask."""
+    answers_cut: int = 0
+    """Answers that `--max-tokens` has cut off."""
+
+
+class SftOptions(NamedTuple):
+    """Choices of what is trained on, the same for all conversations."""
+
+    max_tokens: int | None = None
+    """Longest conversation (`encode_record`)."""
+    loss_turns: Literal["all", "last"] = "all"
+    """`last`: only answers after the last message of a user carry loss."""
+    thought_weight: float = 1.0
+    """Factor on the weight of thoughts (`template.THOUGHTS`); 0: they carry no loss."""
+    variables: dict[str, Any] = {}
+    """`chat_template_kwargs` of records that do not give them, such as `enable_thinking`."""
+
+    def applied(self, conversation: Conversation) -> Conversation:
+        """The conversation with these choices."""
+        messages = conversation.messages
+        users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        if self.loss_turns == "last" and users:
+            earlier = [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages[: users[-1]]]
+            messages = [*earlier, *messages[users[-1] :]]
+        if self.thought_weight != 1:
+            factor = {"thought_weight": self.thought_weight}
+            messages = [m | factor if m["role"] == "assistant" else m for m in messages]
+        variables = {**self.variables, **(conversation.variables or {})}
+        return conversation._replace(messages=messages, variables=variables or None)
+
+
+NO_OPTIONS = SftOptions()
 
 
 @dataclass
@@ -59,11 +90,16 @@ class NotWhole:
     left_out: Counter[str] = field(default_factory=Counter)
     """`messages` after the last answer that carries loss, and the `conversations` that had them."""
 
-    def add(self, split: SplitConversation) -> None:
+    shortened: Counter[str] = field(default_factory=Counter)
+    """`samples` that end before their last answer, and the `answers` that this left out."""
+
+    def add(self, split: SplitConversation, answers_cut: int) -> None:
         """Count what one conversation became."""
         self.unread.update(split.unread)
         if len(split.samples) > 1:
             self.cut.update(conversations=1, samples=len(split.samples))
+        if answers_cut:
+            self.shortened.update(samples=1, answers=answers_cut)
         if split.left_out:
             self.left_out.update(conversations=1, messages=split.left_out)
 
@@ -82,6 +118,11 @@ class NotWhole:
                 f"{self.cut['conversations']:,} conversations were cut into {self.cut['samples']:,} samples, each up "
                 "to an answer, because the chat template writes earlier answers in another way, such as without their "
                 "thoughts"
+            )
+        if self.shortened:
+            yield (
+                f"{self.shortened['samples']:,} conversations are longer than --max-tokens and end with the last "
+                f"answer within; {self.shortened['answers']:,} answers are left out"
             )
         if self.left_out:
             yield (
@@ -107,8 +148,13 @@ class SftResult:
     """True if identical corpora existed before, so that nothing was done."""
 
 
-def encode_record(record: TokenRecord | list[TemplateSegment], tokenizer: TextTokenizer) -> TokenizedConversation:
+def encode_record(
+    record: TokenRecord | list[TemplateSegment], tokenizer: TextTokenizer, most: int | None = None
+) -> TokenizedConversation:
     """Token ids and loss mask of one record, given as tokens or as the segments of a chat template.
+
+    most: tokens of a conversation. A longer one ends with the last answer that fits, so that no answer is without its
+        prompt or its end, and no prompt without its answer; None: no limit
 
     Each segment with or without loss is tokenized separately, so that no token spans both. This matches inference,
     in which the prompt is tokenized before there is an answer. Raises ValueError when the record cannot be used.
@@ -116,6 +162,8 @@ def encode_record(record: TokenRecord | list[TemplateSegment], tokenizer: TextTo
     if isinstance(record, TokenRecord):
         if max(record.input_ids) >= tokenizer.vocab_size:
             raise ValueError(f"token id {max(record.input_ids)}, but the tokenizer has {tokenizer.vocab_size}")
+        if most is not None and len(record.input_ids) > most:
+            raise ValueError(f"{len(record.input_ids):,} tokens, --max-tokens allows {most:,}")
         ids = np.array(record.input_ids, dtype=np.int64)
         return TokenizedConversation(ids, np.array(record.loss_mask, dtype=np.uint8))
     ids_by_segment = []
@@ -123,9 +171,18 @@ def encode_record(record: TokenRecord | list[TemplateSegment], tokenizer: TextTo
     for segment in record:
         segment_ids = encode(tokenizer, segment.text)
         ids_by_segment.append(segment_ids)
-        masks.append(np.full(len(segment_ids), segment.in_loss, dtype=np.uint8))
+        masks.append(np.full(len(segment_ids), byte_of_weight(segment.weight), dtype=np.uint8))
     ids = np.array(list(itertools.chain(*ids_by_segment)), dtype=np.int64)
-    return TokenizedConversation(ids, np.concatenate(masks))
+    mask = np.concatenate(masks)
+    ends = np.cumsum([len(segment_ids) for segment_ids in ids_by_segment])
+    if most is None or ends[-1] <= most:
+        return TokenizedConversation(ids, mask)
+    following = [*(segment.in_loss for segment in record[1:]), False]
+    answers = [int(end) for end, one, more in zip(ends, record, following, strict=True) if one.in_loss and not more]
+    fitting = [end for end in answers if end <= most]
+    if not fitting:
+        raise ValueError(f"its first answer ends with token {answers[0]:,}, --max-tokens allows {most:,}")
+    return TokenizedConversation(ids[: fitting[-1]], mask[: fitting[-1]], len(answers) - len(fitting))
 
 
 def make_sft_corpus(
@@ -135,6 +192,7 @@ def make_sft_corpus(
     template: Template,
     holdout: float = 0.0,
     fail_on_error: bool = False,
+    options: SftOptions = NO_OPTIONS,
 ) -> SftResult:
     """Write the conversations of `files` as the corpus `output` with its loss mask. If it exists, nothing is done.
 
@@ -148,7 +206,7 @@ def make_sft_corpus(
     prefixes = corpus_prefixes(output, holdout)
     tokenizer = load_text_tokenizer(tokenizer_path)
     sha256 = tokenizer_hash(tokenizer_path)
-    work = _work_fingerprint(files, sha256, template, holdout, fail_on_error)
+    work = _work_fingerprint(files, sha256, template, holdout, fail_on_error, options)
     bad: list[str] = []
     markers = _Markers(template.definition.end_of_turn)
     not_whole = NotWhole()
@@ -163,7 +221,7 @@ def make_sft_corpus(
                 "loss_mask": True,
                 "work": work,
             }
-            found = _encode_files(files, tokenizer, template, markers, not_whole, info)
+            found = _encode_files(files, tokenizer, template, markers, not_whole, info, options)
             bad = _write(found, prefixes, holdout, info, fail_on_error)
             list_skipped(output, bad)
     return SftResult(
@@ -190,7 +248,7 @@ def _write(
         # The masks are entered last and thus published first, so there is never a corpus without its mask.
         corpora = [stack.enter_context(IndexedDatasetWriter(prefix, dtype, info)) for prefix in prefixes]
         masks = [
-            stack.enter_context(IndexedDatasetWriter(mask_prefix(prefix), np.uint8, {"vocab_size": 2}))
+            stack.enter_context(IndexedDatasetWriter(mask_prefix(prefix), np.uint8, {"vocab_size": 101}))
             for prefix in prefixes
         ]
         for samples in found:
@@ -212,7 +270,12 @@ def _write(
 
 
 def _work_fingerprint(
-    files: Sequence[str], tokenizer_sha256: str, template: Template, holdout: float, fail_on_error: bool
+    files: Sequence[str],
+    tokenizer_sha256: str,
+    template: Template,
+    holdout: float,
+    fail_on_error: bool,
+    options: SftOptions,
 ) -> str:
     """SHA-256 of everything the corpus depends on; input files enter by size and modification time."""
     stats = [(file, os.stat(file)) for file in files]
@@ -223,6 +286,7 @@ def _work_fingerprint(
         "template": template.definition.fingerprint,
         "holdout": holdout,
         "fail_on_error": fail_on_error,
+        **({"options": options} if options != NO_OPTIONS else {}),
     }
     return hashlib.sha256(json.dumps(work).encode()).hexdigest()
 
@@ -268,29 +332,52 @@ def _encode_files(
     markers: _Markers,
     not_whole: NotWhole,
     info: dict[str, Any],
+    options: SftOptions,
 ) -> Iterator[list[TokenizedConversation] | BadRecord]:
     """Yield the samples of each conversation, or the reason why it cannot be used. `info` gets the template, unless all
     records are tokens."""
     # The second iterator runs ahead, so that a template in another process works while this one tokenizes.
     records, ahead = itertools.tee((file, *numbered) for file in files for numbered in read_records(file))
-    rendered = template.split_all(record for _, _, record in ahead if isinstance(record, Conversation))
+    conversations = (record for _, _, record in ahead if isinstance(record, Conversation))
+    rendered = template.split_all(map(options.applied, conversations))
     for file, number, record in records:
         if isinstance(record, BadRecord):
             yield record
             continue
         try:
             if isinstance(record, TokenRecord):
-                yield [encode_record(record, tokenizer)]
+                yield [encode_record(record, tokenizer, options.max_tokens)]
                 continue
             split = next(rendered)
             if isinstance(split, ValueError):
                 raise split
-            encoded = [encode_record(sample, tokenizer) for sample in split.samples]
+            encoded = _encode_samples(split.samples, tokenizer, options.max_tokens)
         except ValueError as error:
             yield BadRecord(file, number, str(error))
             continue
         info["chat_template"] = template.definition._asdict()
-        not_whole.add(split)
+        not_whole.add(split, sum(sample.answers_cut for sample in encoded))
         for sample in split.samples:
             markers.add(record, sample)
         yield encoded
+
+
+def _encode_samples(
+    samples: Sequence[list[TemplateSegment]], tokenizer: TextTokenizer, most: int | None
+) -> list[TokenizedConversation]:
+    """Token ids and masks of the samples of a conversation, without those of which no answer fits into `most` tokens.
+    Raises ValueError where none remains."""
+    found: list[TokenizedConversation] = []
+    error: ValueError | None = None
+    missing = 0
+    for sample in samples:
+        try:
+            found.append(encode_record(sample, tokenizer, most))
+        except ValueError as problem:
+            error = error or problem
+            missing += sum(segment.in_loss for segment in sample)
+    if error is not None and not found:
+        raise error
+    if missing:
+        found[-1] = found[-1]._replace(answers_cut=found[-1].answers_cut + missing)
+    return found

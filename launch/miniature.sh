@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a recipe of configs/recipes/mini from scratch: long-range text, tokenizer, corpus, training, evaluation.
-# sft-1m also needs the model of continue-1m, which is trained first, and conversations about such text. Takes minutes on
-# one GPU. After an interruption, the same command continues where it stopped. docs/reference/recipes.md explains each step.
+# sft-1m also needs the model of continue-1m, which is trained first, and conversations about such text, and sft-agents
+# that of short-then-long. Takes minutes on one GPU. After an interruption, the same command continues where it stopped. docs/reference/recipes.md explains each step.
 #
 #   bash launch/miniature.sh NAME [--corpus FILE_OR_FOLDER] [KEY.PATH=VALUE]...      default: Python's standard library
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
@@ -43,13 +43,17 @@ choose_corpus "$data"
     "${moba_data[@]}" tokenize --input "$corpus" ${select[@]+"${select[@]}"} --tokenizer "$data/tokenizer.model" \
         --output "$data/short"
 
-conversations() {  # NAME DOCUMENTS CHARACTERS QUESTIONS
+conversations() {  # NAME DOCUMENTS CHARACTERS QUESTIONS [READS]
     [ -e "$data/sft-$1-train.idx" ] && return
     "${moba_data[@]}" long-range --input "$corpus" ${select[@]+"${select[@]}"} --output "$data/sft-$1.jsonl" \
-        --documents "$2" --characters "$3" --questions "$4"
+        --documents "$2" --characters "$3" --questions "$4" --reads "${5:-0}"
     "${moba_data[@]}" sft --input "$data/sft-$1.jsonl" --tokenizer "$data/tokenizer.model" --output "$data/sft-$1" \
-        --holdout 0.05
+        --holdout 0.05 ${5:+--max-tokens 32768}
 }
+if [ "$name" = sft-agents ]; then
+    [ -e runs/mini/short-then-long/evaluation ] || bash launch/miniature.sh short-then-long
+    conversations agents 300 50000 3 8
+fi
 if [ "$name" = sft-1m ]; then
     [ -e runs/mini/continue-1m/evaluation ] || bash launch/miniature.sh continue-1m
     conversations short 8000 1500 1

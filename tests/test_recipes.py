@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moba_train.checkpoint.load import CheckpointReader
 from moba_train.config.load import load_config
 from moba_train.config.schema import SourceConfig
 from moba_train.model.spec import count_parameters
@@ -156,7 +157,7 @@ def test_the_blend_in_the_guide_is_that_of_the_recipe() -> None:
 def test_the_launcher_makes_the_same_documents_as_the_guide() -> None:
     launcher = " ".join((ROOT / "launch" / "miniature.sh").read_text().replace("\\\n", "").split())
     made = [words for words in miniature_commands() if words[1] == "long-range"]
-    assert len(made) == 4
+    assert len(made) == 5
     for words in made:
         output, sizes = Path(words[5]).stem.removeprefix("sft-"), words[7::2]
         plain = f"--documents {sizes[0]} --characters {sizes[-1]}"
@@ -211,6 +212,7 @@ def run_smaller(words: list[str]) -> str:
     if "--questions" in options:  # a conversation must fit into a sequence, else most have no answer
         small["--characters"] = str(int(options["--characters"]) // 1000)
         small["--questions"] = str(-(-int(options["--questions"]) // 10))
+        small["--reads"] = "1"
     words = [words[0], *(small.get(before, word) for before, word in pairwise(words))]
     if words[:2] == ["moba-data", "tokenize"]:
         return run(words, "--workers", "1")
@@ -270,6 +272,15 @@ def test_the_conversations_carry_loss_on_their_answers_alone(printed: dict[str, 
     assert {record["stage"] for record in logged} >= {"1k", "8k", "32k"}
     steps = [record for record in logged if record["type"] == "metrics"]  # none where no token carries loss
     assert all(0 < step["loss_token_fraction"] < 0.3 for step in steps)
+
+
+def test_trajectories_carry_loss_on_calls_and_answers(printed: dict[str, str]) -> None:
+    steps = [record for record in records("sft-agents") if record["type"] == "metrics"]
+    assert len(steps) > 1
+    assert all(0 < step["loss_token_fraction"] < 0.5 for step in steps)
+    (folder,) = Path("runs/mini/sft-agents/checkpoints").glob("step_*")
+    names = {name for name in CheckpointReader(folder).tensors if name.startswith("model.")}
+    assert all("lora_" in name or name == "model.adapters_base" for name in names)
 
 
 def test_the_export_runs_in_transformers_with_moba(printed: dict[str, str]) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.load import load_checkpoint
+from moba_train.model.adapters import base_parameters
 from moba_train.model.build import initialize_weights
 from moba_train.model.part import copied_parameters, is_whole
 from moba_train.model.transformer import Transformer
@@ -103,14 +104,21 @@ def load_model_and_optimizer(
     return meta
 
 
-def load_model(model: nn.Module, path: Path, *, optional: Collection[str] = (), verify: bool = False) -> dict[str, Any]:
+def load_model(
+    model: nn.Module,
+    path: Path,
+    *,
+    optional: Collection[str] = (),
+    verify: bool = False,
+    without: Collection[str] | None = None,
+) -> dict[str, Any]:
     """Restores the model alone, for evaluation and generation, and returns the checkpoint's meta.
 
     Parameters whose names begin with one of the prefixes in `optional` may be missing on either side; the model's then
-    stay as they are.
+    stay as they are, and so do those of `without` (see `model_tensors`).
     """
     names = ("optim.", "rng.", *_state_names(optional))
-    tensors = model_tensors(model)
+    tensors = model_tensors(model, without)
     return load_checkpoint(path, tensors, optional=names, elsewhere=_elsewhere(model, tensors), verify=verify)
 
 
@@ -126,10 +134,12 @@ def _state_names(parameters: Collection[str]) -> list[str]:
     return [f"{part}.{name}" for name in parameters for part in ("model", "optim")]
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The live parameters of `model` by their names in a checkpoint."""
+def model_tensors(model: nn.Module, without: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The live parameters of `model` by their names in a checkpoint, without these; None: without the base of
+    adapters."""
     values: dict[str, Any] = get_model_state_dict(model)
-    return {f"model.{name}": plain(value) for name, value in values.items()}
+    left_out = base_parameters(model) if without is None else without
+    return {f"model.{name}": plain(value) for name, value in values.items() if name not in left_out}
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -58,6 +58,13 @@ def did_you_mean(key: str, known: Sequence[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def one_of(name: str, allowed: Sequence[str]) -> str:
+    """`name`. Raises ValueError unless it is one of the `allowed` ones."""
+    if name not in allowed:
+        raise ValueError(f"given {name!r}{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
+    return name
+
+
 def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """Description of the values of this type, e.g. `integer >= 1` or `none | abf | pi`."""
     origin, args = get_origin(annotation), get_args(annotation)

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from moba_train.config.base import OpenSection, Section, TokenBudget
-from moba_train.config.explain import did_you_mean
-from moba_train.registry import ADAMW_KERNELS, OPTIMIZERS
+from moba_train.config.explain import one_of
+from moba_train.registry import ADAMW_KERNELS, ADAPTERS, OPTIMIZERS
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -29,6 +29,19 @@ class ScheduleConfig(Section):
     decay_tokens: TokenBudget = Field(0, description="wsd: length of the linear decay at the end")
 
 
+class AdaptersConfig(OpenSection):
+    """Parameters that are trained instead of those of `init_from`, which stay as they are. Without any, all are
+    trained."""
+
+    members = ADAPTERS
+
+    @property
+    def given(self) -> tuple[str, Section] | None:
+        """Name and options of the adapters; None: the model itself is trained."""
+        found = (self.__pydantic_extra__ or {}).items()
+        return next(((name, options) for name, options in found if options is not None), None)
+
+
 class OptimConfig(OpenSection):
     """The optimizer, its learning rate and clipping. Weight decay applies to matrices, not to norms and biases."""
 
@@ -42,9 +55,8 @@ class OptimConfig(OpenSection):
     )
     implementation: str = Field(
         "torch",
-        description="what computes AdamW: torch, or any registered kernel; apex, transformer_engine: their fused "
-        "kernels; deepspeed_cpu: state and update in host memory, for models whose optimizer state does not fit on the "
-        "GPU",
+        description="what computes AdamW, torch or any registered one; apex, transformer_engine: their fused kernels; "
+        "deepspeed_cpu: state and update in host memory, for models whose optimizer state does not fit on the GPU",
     )
     lr: float = Field(3e-4, gt=0, le=MOST_RATE, description="peak learning rate")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the running mean and of the running square")
@@ -58,7 +70,4 @@ class OptimConfig(OpenSection):
     @field_validator("kind", "implementation")
     @classmethod
     def _is_registered(cls, name: str, info: ValidationInfo) -> str:
-        allowed = [*OPTIMIZERS] if info.field_name == "kind" else ["torch", *ADAMW_KERNELS]
-        if name not in allowed:
-            raise ValueError(f"given {name!r}{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
-        return name
+        return one_of(name, [*OPTIMIZERS] if info.field_name == "kind" else ["torch", *ADAMW_KERNELS])

@@ -6,7 +6,7 @@ from annotated_types import MinLen
 from pydantic import Field, field_validator
 
 from moba_train.config.base import LONGEST_WAIT_S, Section
-from moba_train.config.explain import did_you_mean
+from moba_train.config.explain import one_of
 from moba_train.registry import TRANSPORTS
 
 CPLayout = Literal["contiguous", "zigzag"]
@@ -53,15 +53,7 @@ class ContextParallelConfig(Section):
     @field_validator("cp_transport")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name != "auto" and name not in TRANSPORTS:
-            raise ValueError(unknown_transport(name))
-        return name
-
-
-def unknown_transport(name: str) -> str:
-    """Text of the error for a transport's name that is not registered."""
-    hint = did_you_mean(name, ["auto", *TRANSPORTS])
-    return f"given {name!r}, which is no registered transport{hint}; allowed: auto, {', '.join(TRANSPORTS)}"
+        return one_of(name, ["auto", *TRANSPORTS])
 
 
 class ParallelConfig(ContextParallelConfig):

@@ -3,20 +3,21 @@
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from moba_train.config.attention import AttentionConfig
 from moba_train.config.base import Length, OpenSection, Section, TokenBudget
 from moba_train.config.checkpoint import CheckpointConfig
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
+from moba_train.config.explain import one_of
 from moba_train.config.health import HealthConfig
 from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.config.optim import MOST_RATE, OptimConfig, ScheduleConfig
+from moba_train.config.optim import MOST_RATE, AdaptersConfig, OptimConfig, ScheduleConfig
 from moba_train.config.parallel import ContextParallelConfig, ParallelConfig
 from moba_train.config.precision import MemoryConfig, PrecisionConfig
 from moba_train.config.telemetry import TelemetryConfig
-from moba_train.registry import ATTENTION_KINDS, OBJECTIVES
+from moba_train.registry import ATTENTION_KINDS, NORMS, OBJECTIVES
 
 
 class TrailingLossRecovered(Section):
@@ -105,9 +106,10 @@ class RunConfig(Section):
     init_from: str | None = Field(
         None,
         description="where the first weights come from: a Hugging Face folder (Llama, Qwen2, Qwen3, SmolLM2), or a "
-        "checkpoint or run folder of ours; ignored once the run has saved a checkpoint",
+        "checkpoint or run folder of ours; with adapters their base, else ignored once the run has saved a checkpoint",
     )
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
+    adapters: AdaptersConfig = AdaptersConfig()
     data: DataConfig
     optim: OptimConfig = OptimConfig()
     batch_tokens: Length = Field(description="tokens per optimizer step over all ranks")
@@ -120,7 +122,7 @@ class RunConfig(Section):
     stages: list[StageConfig] = Field(min_length=1, description="stages of training, in their order")
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    norm_implementation: Literal["torch", "apex"] = Field(
+    norm_implementation: Annotated[str, AfterValidator(lambda name: one_of(name, ["torch", *NORMS]))] = Field(
         "torch", description="of RMS norms; apex: the kernel of NVIDIA apex's FusedRMSNorm, on a GPU, without tp"
     )
     activation_checkpointing: Literal["budget", "none", "selective", "full"] = Field(

@@ -1,8 +1,9 @@
 """Loss masks: the tokens of a corpus that carry loss, and their weights.
 
 The mask of corpus PREFIX is a second corpus, PREFIX.loss (PREFIX.loss.bin, PREFIX.loss.idx), in the same format. It has
-one byte for each token of each document: 1 if the token is predicted with loss, else 0. Without a mask every token
-carries loss, but a corpus whose PREFIX.json says `"loss_mask": true` is refused without its mask.
+one byte for each token of each document: 0 if it is predicted without loss, 1 with loss, 1 + p with p percent of the
+weight (`byte_of_weight`). Without a mask every token carries loss, but a corpus whose PREFIX.json says
+`"loss_mask": true` is refused without its mask.
 """
 
 import dataclasses
@@ -19,6 +20,17 @@ from moba_train.errors import DataError
 LossNorm = Literal["token", "sequence"]
 
 
+_WEIGHTS = np.ones(256, dtype=np.float32)
+_WEIGHTS[0] = 0
+_WEIGHTS[2:101] = np.arange(1, 100) / 100
+"""Weight that each byte of a mask stands for."""
+
+
+def byte_of_weight(weight: float) -> int:
+    """Byte of a mask for a token's weight, 0 to 1, to the nearest percent; no weight above 0 becomes 0."""
+    return round(weight) if weight in (0, 1) else 1 + min(max(round(100 * weight), 1), 99)
+
+
 def mask_prefix(prefix: str) -> str:
     """Prefix of the mask of corpus `prefix`."""
     return f"{prefix}.loss"
@@ -27,8 +39,8 @@ def mask_prefix(prefix: str) -> str:
 class LossWeights:
     """Weights of a corpus' tokens in the loss.
 
-    norm: "token" for a weight of 1 for each token with loss; "sequence" for 1 / (the document's number of tokens with
-        loss), so that the weights of a document add up to 1, even if it is split
+    norm: "token" for the weights of the mask; "sequence" for these / (their sum over the document), so that those of a
+        document add up to 1, even if it is split
     most: tokens of a document that are read, from its beginning; None: all
 
     Raises DataError when the mask is missing or does not fit the corpus.
@@ -51,7 +63,7 @@ class LossWeights:
                 f"corpus {corpus.prefix} was made with a loss mask, but {prefix}.idx is missing; put it and "
                 f"{prefix}.bin next to the corpus"
             )
-        self._count = functools.lru_cache(maxsize=1024)(self._loss_tokens)
+        self._sum = functools.lru_cache(maxsize=1024)(self._weight_sum)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -67,14 +79,14 @@ class LossWeights:
             return len(documents) > 0
         if (self.mask.info or {}).get("max_id") == 0:
             return False
-        return any(self._loss_tokens(int(document)) for document in documents)
+        return any(self._weight_sum(int(document)) for document in documents)
 
-    def _loss_tokens(self, document: int) -> int:
-        """Number of a document's tokens that carry loss. The first token has none: nothing precedes it."""
+    def _weight_sum(self, document: int) -> float:
+        """Sum of the weights of a document's tokens. The first token has none: nothing precedes it."""
         length = int(self._corpus.document_lengths[document])
         if self.mask is None:
             return max(length - 1, 0)
-        return int(np.count_nonzero(self.mask.document(document)[self._labels]))
+        return float(_WEIGHTS[self.mask.document(document)[self._labels]].sum(dtype=np.float64))
 
     def long_conversations(self, min_length: int, below_length: int | None, seq_len: int) -> str:
         """Number of conversations among the documents of this range of lengths that are longer than `seq_len` tokens,
@@ -95,7 +107,7 @@ class LossWeights:
         if self.mask is None:
             weights = np.ones(stop - start, dtype=np.float32)
         else:
-            weights = (self.mask.document(document, start, stop) != 0).astype(np.float32)
+            weights = _WEIGHTS[self.mask.document(document, start, stop)]
         if self._norm == "sequence" and weights.any():
-            weights /= self._count(document)
+            weights /= self._sum(document)
         return weights

@@ -19,6 +19,7 @@ heads, d head width.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, TwoS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
-from moba_train.config.parallel import ParallelConfig
+from moba_train.config.schema import RunConfig
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate
 from moba_train.model.build import build_attention
 from moba_train.model.feed_forward import count_tokens
@@ -45,10 +46,10 @@ class DistillOptions(Section):
     """Self-distillation: the stage's attention learns from full attention on the same weights, in addition to the
     labels. Costs full attention once more, forward, which plans and MFU do not count."""
 
-    teacher: Literal["full", "full_and_windows"] = Field(
+    teacher: Literal["full", "full_and_windows", "base"] = Field(
         "full",
         description="the same step's weights, with full attention in all layers; full_and_windows: layers of kind "
-        "window keep theirs, as in models that have both",
+        "window keep theirs, as in models that have both; base: full attention on the weights without adapters",
     )
     loss: Literal["kl"] = Field(
         "kl", description="on logits: KL divergence of the teacher's distribution from the student's"
@@ -96,12 +97,15 @@ class Distillation(Objective):
         """That of steps with full attention."""
 
     @classmethod
-    def problems(cls, options: DistillOptions, parallel: ParallelConfig) -> list[str]:
-        """A pipeline, and outputs of attention whose heads are on several ranks."""
+    def problems(cls, options: DistillOptions, config: RunConfig) -> list[str]:
+        """A pipeline, outputs of attention whose heads are on several ranks, and a base without adapters."""
+        parallel = config.parallel
         if parallel.pp > 1:
             return [f": given with parallel.pp {parallel.pp}; allowed: with pp 1"]
         if options.on == "attention" and parallel.tp > 1:
             return [f".on: given 'attention' with parallel.tp {parallel.tp}; allowed: with tp 1"]
+        if options.teacher == "base" and (config.adapters.given is None or options.on == "attention"):
+            return [".teacher: given 'base'; allowed with adapters, and on: logits, else full"]
         return []
 
     def begin_step(self, step: int) -> None:
@@ -133,7 +137,8 @@ class Distillation(Objective):
             return ()
         count_tokens(model, None)  # experts count the student's choices alone
         try:
-            with torch.no_grad():
+            adapters = model.adapters if self._options.teacher == "base" else None
+            with torch.no_grad(), adapters.off() if adapters is not None else nullcontext():
                 hidden_TD, _ = model.hidden(*inputs)
         finally:
             model.set_attention(own)

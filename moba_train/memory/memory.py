@@ -2,8 +2,8 @@
 
 A step needs most memory at one of a few moments (moments.py). Each is added up, and the largest counts.
 
-Assumed: FSDP2 with the units of parallel/fsdp.py, fp32 master weights and gradients, all parameters trained. Left out:
-the CUDA context (about 1 GiB), fragmentation and NCCL's buffers, for which `USABLE` leaves room.
+Assumed: FSDP2 with the units of parallel/fsdp.py, fp32 master weights and gradients, all parameters trained, or those
+of adapters. Left out: the CUDA context (about 1 GiB), fragmentation and NCCL's buffers, for which `USABLE` leaves room.
 """
 
 from collections.abc import Sequence

@@ -93,25 +93,26 @@ class _Gradients(NamedTuple):
 
 def _gradients(stage: Stage, sizes: MeshSizes, weights: Weights) -> _Gradients:
     several = stage.batch_sequences > stage.micro_batch_size * sizes.dp  # gradients of other micro-batches stay
-    shard = 4 * weights.shard
+    trained = weights.trained
+    shard = 4 * trained.shard
     block_by_block = _Gradients(
         early=shard if several else 0,
-        late=shard if several else 4 * (weights.shard - weights.outer // sizes.shards),
+        late=shard if several else 4 * (trained.shard - trained.outer // sizes.shards),
         in_the_end=shard,
-        reduced=weights.gradient * weights.largest_block,
-        in_blocks=weights.largest_block,
-        at_the_end=weights.outer,
+        reduced=weights.gradient * trained.largest_block,
+        in_blocks=trained.largest_block,
+        at_the_end=trained.outer,
         gathered=weights.gathered_outer,
     )
     if sizes.pp > 1:
-        whole = 4 * weights.total
+        whole = 4 * trained.total
         return block_by_block._replace(early=whole, late=whole, in_the_end=shard + whole, gathered=weights.gathered)
     if weights.is_one_unit:
         return block_by_block._replace(
             late=block_by_block.early,
             reduced=0,
-            in_blocks=weights.total - weights.ends,
-            at_the_end=weights.total,
+            in_blocks=trained.total - trained.ends,
+            at_the_end=trained.total,
             gathered=weights.gathered,
         )
     return block_by_block
@@ -145,7 +146,7 @@ class RankMoments:
         self._memory = memory
         self._gradients = _gradients(stage, sizes, weights)
         host_optimizer = weights.optimizer if optimizer_on_host else 0
-        host_copies = 4 * weights.shard + weights.optimizer if saves else 0
+        host_copies = 4 * weights.trained.shard + weights.optimizer if saves else 0
         self.host_taken = host_optimizer + host_copies
         """Bytes of host memory for each GPU, whatever the layers keep."""
         self._at = partial(
@@ -178,7 +179,7 @@ class RankMoments:
         unsharded = max(self._weights.gathered, self._gradients.gathered + held)
         in_last = partial(self._at, gradients=self._gradients.early, unsharded=unsharded)
         in_first = partial(self._at, gradients=self._gradients.late, unsharded=self._weights.gathered)
-        head = self._weights.ends - self._weights.outer
+        head = self._weights.trained.ends - self._weights.trained.outer
         reduced = self._weights.gradient * head + 4 * head // self._sizes.shards
         moments += self._in_block("last", last, layers, all_kept - kept[-1], transport, in_last, reduced)
         reduced = self._gradients.reduced
@@ -208,7 +209,8 @@ class RankMoments:
         rows = filled_rows(rows) if self._computation.compiled else rows
         logits = bytes_per_logit(self._computation) * rows * self._model.vocab_size
         chunk = logits + 2 * min(rows, rows_here) * self._width * self._model.hidden_size
-        hidden, weight = self._memory.hidden, self._weights.head  # their gradients, whose sums over chunks are scaled
+        # Their gradients, whose sums over chunks are scaled.
+        hidden, weight = self._memory.hidden, self._weights.head if self._weights.trained.ends else 0
         last_chunk = chunk + hidden + (weight if rows_here > complete else 0)
         copied = self._weights.copied  # freed before the backward pass, which scales the sums
         return self._at(

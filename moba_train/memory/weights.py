@@ -1,7 +1,8 @@
 """Weights, gradients and optimizer state of one rank, in numbers and bytes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.parallel import ParallelConfig
@@ -13,6 +14,17 @@ from moba_train.parallel.fsdp import Computation, has_head_unit, is_one_unit
 from moba_train.parallel.transfers import GATHER_BUFFERS, REDUCTION_BUFFER
 
 
+class Trained(NamedTuple):
+    """Numbers of parameters that have gradients, as the fields of these names in `Weights` count all: fewer with
+    adapters."""
+
+    shard: int
+    total: int
+    ends: int
+    outer: int
+    largest_block: int
+
+
 @dataclass(frozen=True)
 class Weights:
     """Numbers and bytes of weights on a rank, and of the optimizer's state. The ends are the embedding and the output
@@ -20,6 +32,8 @@ class Weights:
 
     shard: int
     """Parameters that the rank keeps."""
+    trained: "Trained"
+    """Those that have gradients."""
     total: int
     """Parameters of the rank's tp part, not sharded."""
     ends: int
@@ -60,11 +74,6 @@ class Weights:
     optimizer: int
     """Bytes of the optimizer's state, on the GPU or its host."""
 
-    @property
-    def largest_block(self) -> int:
-        """Parameters of the largest of `blocks`."""
-        return max(self.blocks.values())
-
 
 def rank_weights(
     spec: ModelSpec,
@@ -102,8 +111,18 @@ def rank_weights(
     buffers = GATHER_BUFFERS * block_width * by_size[-1] + REDUCTION_BUFFER
     last_block = 0 if copy_engines else held * blocks[work.layers[-1]]
     copied = width * (counts.output // sizes.tp) if head_unit else last_block
+    all_ranks = sizes.shards * sizes.tp
+    shard = -(-(inner + ends * sizes.tp) // all_ranks)
+    trained = Trained(shard, total, ends, outer, by_size[-1])
+    if spec.base:  # experts are in the base
+        inner, own_ends = _numbers(spec, work, spec.base)
+        largest = max(spec.blocks[layer].parameters - spec.blocks[layer].base for layer in work.layers)
+        trained = Trained(
+            -(-(inner + own_ends) // all_ranks), inner + own_ends, own_ends, min(outer, own_ends), largest
+        )
     return Weights(
-        shard=-(-(inner + ends * sizes.tp) // (sizes.shards * sizes.tp)),
+        shard=shard,
+        trained=trained,
         total=total,
         ends=ends,
         outer=outer,
@@ -127,19 +146,20 @@ def rank_weights(
 def _optimizer_state(spec: ModelSpec, optimizer: str, sizes: MeshSizes, work: RankWork) -> int:
     ranks = sizes.shards * sizes.tp
     matrices = sum(spec.blocks[layer].matrices for layer in work.layers)
-    others = sum(_numbers(spec, work)) - matrices
+    others = sum(_numbers(spec, work, spec.base)) - matrices
     return OPTIMIZERS[optimizer].state_bytes(-(-matrices // ranks), -(-others // ranks))
 
 
-def _numbers(spec: ModelSpec, work: RankWork) -> tuple[int, int]:
-    """Parameters of a pipeline rank's blocks and last norm, and of its ends."""
-    counts = spec.counts
+def _numbers(spec: ModelSpec, work: RankWork, base: Collection[str] = ()) -> tuple[int, int]:
+    """Parameters of a pipeline rank's blocks and last norm, and of its ends; without these of `spec.base`."""
+    embedding = 0 if "embedding.weight" in base else spec.counts.embedding
+    output = 0 if "output.weight" in base else spec.counts.output
     part = work.part
-    ends = (counts.embedding if part.has_embedding else 0) + (counts.output if part.has_output else 0)
-    if part.has_output and not part.has_embedding and not counts.output:
-        ends = counts.embedding  # its copy, tied
-    blocks = sum(spec.blocks[layer].parameters for layer in work.layers)
-    return blocks + (spec.config.hidden_size if part.has_output else 0), ends
+    ends = (embedding if part.has_embedding else 0) + (output if part.has_output else 0)
+    if part.has_output and not part.has_embedding and not output:
+        ends = embedding  # its copy, tied
+    blocks = sum(spec.blocks[layer].parameters - bool(base) * spec.blocks[layer].base for layer in work.layers)
+    return blocks + (spec.config.hidden_size if part.has_output and "norm.weight" not in base else 0), ends
 
 
 def gathered_bytes(precision: PrecisionConfig, width: int) -> int:
@@ -150,5 +170,5 @@ def gathered_bytes(precision: PrecisionConfig, width: int) -> int:
 
 def checkpoint_bytes(spec: ModelSpec, optimizer: str) -> int:
     """Bytes of one checkpoint of all ranks: float32 weights and the state of the optimizer with this name."""
-    numbers = spec.counts.total
+    numbers = spec.counts.total - spec.counts.base
     return 4 * numbers + OPTIMIZERS[optimizer].state_bytes(spec.matrices, numbers - spec.matrices)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moba_train.attention.engine import LOCAL_ENGINE, Engine
+from moba_train.attention.engine import LOCAL_ENGINE, Engine, NotingEngine
 from moba_train.attention.kind import AttentionKind, LayerInput, SublayerInput, TwoSublayers
 from moba_train.attention.layout import Layout
 from moba_train.config.model import LayerRope, ModelConfig
@@ -94,6 +94,8 @@ class Attention(nn.Module):
             self.add_module(name, module)
         self.kind: AttentionKind | None = None
         self.engine: Engine = LOCAL_ENGINE
+        self.largest_lse_H: Tensor | None = None
+        """Raised by training forward passes to the largest log-sum-exp of each head here; None: not noted."""
         self.rope: LayerRope = config.rope
         self._is_bare = config.is_bare(layer)
         if self._is_bare:
@@ -125,7 +127,10 @@ class Attention(nn.Module):
         rotate = partial(apply_rope, cos=cos, sin=sin)
         modules = self._modules
         sink = (self.sink(),) if "sink" in modules else ()
-        layer = LayerInput(x_TD, q_THd, k_TKd, v_TKd, rotate, layout, self.engine, self._rotate_at, sink)
+        engine = self.engine
+        if self.largest_lse_H is not None and torch.is_grad_enabled():
+            engine = NotingEngine(engine, self.largest_lse_H)
+        layer = LayerInput(x_TD, q_THd, k_TKd, v_TKd, rotate, layout, engine, self._rotate_at, sink)
         out_THd, auxiliary_T = self.kind.mix(layer, modules.get(self.kind.name))
         if "output_gate" in modules:
             gates_THg = self.output_gate(x_TD).unflatten(-1, (out_THd.shape[1], -1))

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,12 @@ from moba_train.attention.kind import AttentionKind
 from moba_train.attention.observer import Observer
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
+from moba_train.config.base import Section
+from moba_train.model.adapters import base_parameters
 from moba_train.model.block import CenteredRMSNorm
-from moba_train.model.spec import ModelSpec, kind_of_parameter, kind_parameters
+from moba_train.model.spec import ModelSpec, elements, kind_of_parameter, kind_parameters
 from moba_train.model.transformer import Transformer
+from moba_train.registry import ADAPTERS
 from moba_train.torch_private import local_shape_and_offset
 
 
@@ -27,7 +31,29 @@ def build_model(spec: ModelSpec) -> Transformer:
 
     It has the parameters of every attention kind that any stage uses; a stage only sets which kinds compute.
     """
-    return Transformer(spec.config, kind_parameters(spec.config, spec.kinds))
+    model = Transformer(spec.config, kind_parameters(spec.config, spec.kinds))
+    if spec.adapters is not None:
+        name, options = spec.adapters
+        model.adapters = ADAPTERS[name](options, model)
+    return model
+
+
+def with_adapters(spec: ModelSpec, adapters: tuple[str, Section] | None) -> ModelSpec:
+    """The model with adapters of this name and these options, counted; None: without."""
+    if adapters is None:
+        return spec
+    spec = replace(spec, adapters=adapters)
+    with torch.device("meta"):
+        model = build_model(spec)
+    blocks = []
+    for counts, block in zip(spec.blocks, model.blocks, strict=True):
+        trained = [weight for weight in block.parameters() if weight.requires_grad]
+        matrices = elements(weight for weight in trained if weight.dim() > 1)
+        size = elements(block.parameters())
+        blocks.append(counts._replace(parameters=size, matrices=matrices, base=size - elements(trained)))
+    frozen = elements(weight for weight in model.parameters() if not weight.requires_grad)
+    parts = replace(spec.counts, adapters=elements(model.parameters()) - spec.counts.total, base=frozen)
+    return replace(spec, counts=parts, blocks=tuple(blocks), base=base_parameters(model))
 
 
 def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[AttentionKind]:
@@ -58,7 +84,7 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
     for name, parameter in model.named_parameters():
         if not name.startswith(tuple(prefixes)):
             continue
-        own = _kind_values(parameter, name, seed)
+        own = _own_values(model, parameter, name, seed)
         if own is not None:
             _copy_full(parameter, own)
         elif parameter.dim() == 1 or name.endswith(".bias"):
@@ -80,12 +106,15 @@ def _initial_std(model: Transformer, name: str) -> float:
     return model.config.init_std
 
 
-def _kind_values(like: Tensor, name: str, seed: int) -> Tensor | None:
-    """The values that an attention kind draws by itself for its parameter `name`; None for all other parameters."""
+def _own_values(model: Transformer, like: Tensor, name: str, seed: int) -> Tensor | None:
+    """The values that an attention kind or adapters draw by themselves for their parameter `name`; None for all other
+    parameters."""
     if kind := kind_of_parameter(name):
         inside = name.partition(f".{kind}.")[2]
         return KINDS[kind].initial_values(inside, like.shape, _generator(like, name, seed))
-    return None
+    if model.adapters is None or name in model.adapters.base:
+        return None
+    return model.adapters.initial_values(name, like.shape, _generator(like, name, seed))
 
 
 def drawn_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:

@@ -21,8 +21,8 @@ class Objective(ABC):
 
     @classmethod
     @abstractmethod
-    def problems(cls, options: Any, parallel: Any) -> list[str]:
-        """Problems with the section `parallel`, each begun with a key's end: `.on: given ...; allowed: ...`."""
+    def problems(cls, options: Any, config: Any) -> list[str]:
+        """Problems with the recipe, a `RunConfig`, each begun with a key's end: `.on: given ...; allowed: ...`."""
 
     @abstractmethod
     def begin_step(self, step: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
@@ -30,6 +30,10 @@ class ParameterCounts:
     """Output projection; 0 when it is tied to the embedding."""
     attention_kinds: int = 0
     """Parameters that attention kinds add to the layers."""
+    adapters: int = 0
+    """Parameters that adapters add, in all parts of the model."""
+    base: int = 0
+    """Those of all parts that are not trained, with adapters."""
     idle: int = 0
     """Those of `feed_forward` that a token does not pass through: of experts that it does not choose."""
 
@@ -46,7 +50,7 @@ class ParameterCounts:
     @property
     def without_embeddings(self) -> int:
         """All parameters but the embedding and the output projection."""
-        return self.attention + self.feed_forward + self.norms + self.attention_kinds
+        return self.attention + self.feed_forward + self.norms + self.attention_kinds + self.adapters
 
 
 class BlockCounts(NamedTuple):
@@ -54,9 +58,11 @@ class BlockCounts(NamedTuple):
 
     parameters: int
     matrices: int
-    """Parameters in the weights of linear layers (`optim.spec.block_matrices`)."""
+    """Parameters in the weights of linear layers (`optim.spec.block_matrices`); with adapters, those that train."""
     separate: int = 0
     """Parameters that expert parallelism divides."""
+    base: int = 0
+    """Parameters that are not trained, with adapters."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,10 @@ class ModelSpec:
     counts: ParameterCounts
     blocks: tuple[BlockCounts, ...]
     """Counts of each block."""
+    adapters: tuple[str, Section] | None = None
+    """Name and options of what is trained instead of the model; None: the model is."""
+    base: frozenset[str] = frozenset()
+    """Names of the parameters that are then not trained."""
 
     @property
     def matrices(self) -> int:
@@ -93,10 +103,10 @@ def model_spec(config: ModelConfig, stages: Iterable[Sequence[LayerAttention]]) 
         for kind, module in of_layer.items()
     }
     added = [nn.ModuleList(of_layer.values()) for of_layer in modules]
-    counts = count_parameters(config, sum(_elements(of_layer) for of_layer in added))
+    counts = count_parameters(config, sum(elements(of_layer.parameters()) for of_layer in added))
     blocks = tuple(
         BlockCounts(
-            sum(_block_parameters(config, layer)) + _elements(of_layer),
+            sum(_block_parameters(config, layer)) + elements(of_layer.parameters()),
             attention_matrices(config, layer) + costs.matrices + _linear_elements(of_layer),
             costs.separate,
         )
@@ -118,8 +128,9 @@ def kind_parameters(config: ModelConfig, kinds: Sequence[Mapping[str, Section]])
     return [{name: module for name, module in of_layer.items() if module} for of_layer in made]
 
 
-def _elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def elements(tensors: Iterable[Tensor]) -> int:
+    """Elements of all tensors together."""
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _linear_elements(module: nn.Module) -> int:

@@ -5,7 +5,7 @@ Shape suffixes: T packed tokens, D hidden size, H query heads, K key/value heads
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from moba_train.attention.engine import Engine
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout
 from moba_train.config.model import LayerRope, ModelConfig, RopeConfig
+from moba_train.model.adapters import Adapters
 from moba_train.model.block import Attention, Block, norm_of
 from moba_train.model.loss import (
     ChunkLoss,
@@ -54,6 +55,10 @@ class Transformer(nn.Module):
         self.gather_output_weight: Callable[[Tensor], Tensor] | None = None
         """Makes the output projection's whole weight of this rank's part of it (parallel/tensor.py)."""
         self.chunk_loss: ChunkLoss = chunk_loss
+        self.adapters: Adapters | None = None
+        """Added modules that are trained instead of the model's own; set where the model is built."""
+        self.largest_lse: Any = None
+        """`parallel.largest_lse.LargestLse` of a model that trains."""
         self.objective: Objective | None = None
         """Minimised instead of the cross entropy; set from outside, may change between steps."""
 

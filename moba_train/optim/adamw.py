@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from moba_train.config.optim import OptimConfig
 from moba_train.optim.gradients import local_part
-from moba_train.optim.spec import ADAMW_STATE, NamedParameters, OptimizerSpec
+from moba_train.optim.spec import ADAMW_STATE, NamedParameters, OptimizerSpec, trained_parameters
 from moba_train.registry import ADAMW_KERNELS
 
 
@@ -132,7 +132,7 @@ def build_torch_adamw(groups: list[dict[str, Any]], config: OptimConfig, device:
 
 
 def _build(model: nn.Module, config: OptimConfig, device: torch.device, _group: dist.ProcessGroup | None) -> Optimizer:
-    groups = adamw_groups(list(model.named_parameters()), config)
+    groups = adamw_groups(trained_parameters(model), config)
     if config.implementation == "torch":
         return build_torch_adamw(groups, config, device)
     optimizer: Optimizer = ADAMW_KERNELS[config.implementation](groups, config)

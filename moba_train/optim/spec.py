@@ -7,9 +7,10 @@ optimizer step, no change of its optimizer state and no weight decay.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from moba_train.config.base import Section
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.stages import Stage
+from moba_train.model.adapters import base_parameters
 from moba_train.model.feed_forward import MatrixStack
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -33,15 +35,17 @@ class OptimizerSpec:
     """An optimizer: how it is built, and the state that it keeps."""
 
     build: Callable[[nn.Module, OptimConfig, torch.device, dist.ProcessGroup | None], Optimizer]
-    """Returns a torch optimizer over all parameters. Arguments: the model (under FSDP2 its parameters are DTensors),
-    its section of the recipe, the device of the run, and all ranks that hold shards of the model (None: one process
-    without a group). Each parameter group of the optimizer has an `lr_factor`, by which the run's learning rate is
-    multiplied. A parameter without gradient is not stepped and its state stays as it is."""
+    """Returns a torch optimizer over all `trained_parameters`. Arguments: the model (under FSDP2 its parameters are
+    DTensors), its section of the recipe, the device of the run, and all ranks that hold shards of the model (None: one
+    process without a group). Each parameter group of the optimizer has an `lr_factor`, by which the run's learning rate
+    is multiplied. A parameter without gradient is not stepped and its state stays as it is."""
     state: Mapping[str, int]
     """The state tensors of each parameter, by the names that checkpoints give them, with their bytes for each number of
     the parameter; 0: a single number whatever the parameter's size."""
     matrix_state: Mapping[str, int]
     """The state tensors, as in `state`, of each of the `block_matrices`."""
+    problems: Callable[[Any], Iterator[str]] = lambda _config: iter(())
+    """Problems of a recipe, a `RunConfig`, with the optimizer, each named by its key."""
     Options: type[Section] | None = None
     """Its section of the recipe, `optim.NAME`; None: it has no keys of its own."""
 
@@ -60,7 +64,15 @@ def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     kinds = (nn.Linear, MatrixStack)
     linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
-    return {name: weight for name, weight in model.named_parameters() if name in linears and name.startswith("blocks.")}
+    return {
+        name: weight for name, weight in trained_parameters(model) if name in linears and name.startswith("blocks.")
+    }
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that an optimizer is built over, by name: all, without the base of adapters."""
+    base = base_parameters(model)
+    return [(name, parameter) for name, parameter in model.named_parameters() if name not in base]
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, tokens: int, span: int) -> float:
@@ -106,7 +118,8 @@ def is_trainable(name: str, patterns: Sequence[str]) -> bool:
 
 
 def set_trainable(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let gradients reach the parameters of `model` whose names match any of `patterns`, and no others.
+    """Let gradients reach the parameters of `model` whose names match any of `patterns`, and no others; none of the
+    base of adapters.
 
     For a plain model or one under FSDP2, between steps, on all ranks together.
     """
@@ -114,8 +127,9 @@ def set_trainable(model: nn.Module, patterns: Sequence[str]) -> None:
     for module in fsdp_modules:
         module.reshard()  # an evaluation leaves the outermost one gathered, and the optimizer knows its shards only
     changed = False
+    base = base_parameters(model)
     for name, parameter in model.named_parameters():
-        trainable = is_trainable(name, patterns)
+        trainable = is_trainable(name, patterns) and name not in base
         changed |= parameter.requires_grad != trainable
         parameter.requires_grad_(trainable)
     if changed:

@@ -1,14 +1,12 @@
 """The model of a run on this rank, sharded by FSDP2: float32 master weights in shards, gathered in the compute dtype;
 gradients are reduced in float32.
-
-RMS norms may be computed by NVIDIA apex's fused kernel instead of torch's.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -16,7 +14,6 @@ from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import ParallelConfig
 from moba_train.config.precision import PrecisionConfig
-from moba_train.environment import import_problem
 from moba_train.model.block import Block
 from moba_train.model.build import build_model, initialize_weights
 from moba_train.model.feed_forward import registered_modules
@@ -24,8 +21,9 @@ from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.spec import ModelSpec, kind_parameters
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import wrap_blocks
-from moba_train.parallel.dims import SHARD, ParallelDims
+from moba_train.parallel.dims import SHARD, ParallelDims, coordinates
 from moba_train.parallel.float8 import compile_for_float8, convert_linears
+from moba_train.parallel.largest_lse import LargestLse
 from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace, model_parts
 from moba_train.parallel.tensor import apply_tensor_parallel, overlap_transfers
 from moba_train.parallel.transfers import (
@@ -35,6 +33,7 @@ from moba_train.parallel.transfers import (
     ExchangedGradients,
     gathered_bytes,
 )
+from moba_train.registry import NORMS
 from moba_train.torch_private import dynamo_config
 
 
@@ -46,7 +45,7 @@ class Computation:
     """Dtype of matrix products and activations; weights, gradients and optimizer state are float32."""
     precision: PrecisionConfig
     """Precision of linear layers, which may multiply in FP8."""
-    norms: Literal["torch", "apex"]
+    norms: str
     """Implementation of RMS norms."""
     compiled: bool
     """True: by torch.compile, block by block."""
@@ -72,35 +71,11 @@ class ModelSetup:
         return self.spec.config
 
 
-def norm_problem(implementation: str, device: str | None) -> str:
-    """Reason why `norm_implementation` cannot run on `device` ("cuda", "cpu"; None: not known); empty if it can."""
-    if implementation == "torch" or device is None:
-        return ""
-    if device != "cuda":
-        return f"the run trains on {device}, a GPU needed"
-    kernels = ("fused_layer_norm_cuda", "__name__"), ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
-    reason = import_problem(kernels)
-    install = "build NVIDIA apex from its source with its CUDA extensions, see docs/how-to/optional-packages.md"
-    return f"apex.normalization cannot be used: {reason} ({install})" if reason else ""
-
-
-class ApexRMSNorm(nn.RMSNorm):
-    """torch's RMSNorm, its weight included, computed by apex's kernel: one operator, which torch.compile leaves as it
-    is. Input and weight have one dtype, float32 or a 16-bit one; the sum of squares is float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        from apex.normalization.fused_layer_norm import fused_rms_norm_affine
-
-        epsilon = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # as torch, also in 16 bits
-        out: Tensor = fused_rms_norm_affine(x, self.weight, list(self.normalized_shape), epsilon)
-        return out
-
-
-def use_apex_norms(model: nn.Module) -> None:
-    """Compute all RMS norms of `model` by apex, in place. Parameters stay the same ones, under the same names."""
+def use_norms(model: nn.Module, implementation: str) -> None:
+    """Compute all RMS norms of `model` by a registered implementation, in place. Parameters stay the same ones."""
     for module in model.modules():
         if type(module) is nn.RMSNorm:
-            module.__class__ = ApexRMSNorm
+            module.__class__ = NORMS[implementation]
 
 
 COMPILED_FORMS = 64
@@ -165,8 +140,8 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
         convert_linears(model, computation.precision)
         if compiled:
             compile_for_float8(computation.precision)
-    if computation.norms == "apex":
-        use_apex_norms(model)
+    if computation.norms != "torch":
+        use_norms(model, computation.norms)
     wrap_blocks(model, compiled, dims.ep)
     if dims.tp_mesh is not None:
         apply_tensor_parallel(model, dims.tp_mesh)
@@ -176,6 +151,9 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
     # Behind sharding, so that only this rank's parts are ever allocated.
     model.to_empty(device=device)
     initialize_weights(model, seed)
+    wide = torch.promote_types(computation.dtype, torch.float32)
+    tp_rank = coordinates(dims.sizes, dims.world.rank).tp
+    model.largest_lse = LargestLse(model, dims.sizes.tp, tp_rank, wide, device)
     return model
 
 

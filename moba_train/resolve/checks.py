@@ -24,10 +24,10 @@ from moba_train.model.build import build_attention, build_model
 from moba_train.model.rope import longrope_problems
 from moba_train.model.spec import ModelSpec, kind_of_parameter
 from moba_train.optim.adamw import implementation_problem
+from moba_train.optim.registry import OPTIMIZERS
 from moba_train.optim.spec import is_trainable
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
-from moba_train.parallel.fsdp import norm_problem
-from moba_train.registry import FEED_FORWARDS, OBJECTIVES
+from moba_train.registry import ADAPTERS, FEED_FORWARDS, NORMS, OBJECTIVES
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import corpus_problems, length_problems, tokenizer_problems, vocabulary_problems
 from moba_train.resolve.evaluations import (
@@ -70,11 +70,13 @@ def part_problems(
         *_model_problems(model),
         *_rope_problems(model.rope, model, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
-        *_objective_problems(config.stages, parallel),
+        *_objective_problems(config),
         *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
         *_precision_problems(config.precision, parallel, config.compile, here, device),
         *_norm_problems(config.norm_implementation, parallel.tp, here),
         *_optimizer_problems(config.optim, here if training else None),
+        *OPTIMIZERS[config.optim.kind].problems(config),
+        *_adapter_problems(config),
         *attention,
         *length_problems(config.data, config.stages),
         *tensor_problems(model, parallel, config.compile, ranks_per_node),
@@ -146,6 +148,15 @@ def layout_problems(
     return problems
 
 
+def _adapter_problems(config: RunConfig, begins: bool = False) -> Iterator[str]:
+    if (given := config.adapters.given) is not None:
+        name, options = given
+        if not begins:
+            yield from ADAPTERS[name].problems(options, config)
+        elif config.init_from is None:
+            yield f"init_from: given null; adapters.{name} needs the model that it adapts"
+
+
 def _feed_forward_problems(config: RunConfig, shards: int | None, here: str | None) -> Iterator[str]:
     """Registered feed-forwards that cannot be as asked. shards: ranks of dp_shard x cp; None: not known."""
     given = config.model.given_feed_forwards
@@ -171,6 +182,7 @@ def files_problems(config: RunConfig, run: ResolvedRun | None, *, training: bool
         *exit_data_problems(config.evaluation, settings),
         *sample_problems(config.evaluation, settings),
         *(initial_problems(config.model, spec, initial) if initial is not None else ()),
+        *_adapter_problems(config, begins=True),
         *_folder_problems(config.run_dir, fallback_dir),
         *(config.telemetry.member_problems("telemetry") if training else ()),
         *(config.checkpoint.member_problems("checkpoint") if training else ()),
@@ -187,7 +199,7 @@ def _trainable_problems(spec: ModelSpec, stages: Sequence[Stage]) -> Iterator[st
     if all(stage.trainable == ALL_PARAMETERS for stage in stages):
         return
     with torch.device("meta"):
-        names = [name for name, _ in build_model(spec).named_parameters()]
+        names = [name for name, _ in build_model(spec).named_parameters() if name not in spec.base]
     for stage in stages:
         path = f"stages[{stage.index}].trainable"
         given = list(stage.trainable)
@@ -300,7 +312,7 @@ def _precision_problems(
 
 def _norm_problems(implementation: str, tp: int, here: str | None) -> Iterator[str]:
     given = f"norm_implementation: given {implementation!r}"
-    if reason := norm_problem(implementation, here):
+    if implementation != "torch" and here is not None and (reason := NORMS[implementation].problem(here)):
         yield f"{given}, which cannot run: {reason}; set torch"
     if implementation == "apex" and tp > 1:
         yield f"{given} with parallel.tp: {tp}, whose norms are sharded by rows; set torch, or tp to 1"
@@ -373,12 +385,12 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
             yield f"stages[{index}].name: given {stage.name!r}, which logs write for a number; allowed: another name"
 
 
-def _objective_problems(stages: Sequence[StageConfig], parallel: ParallelConfig) -> Iterator[str]:
-    for index, stage in enumerate(stages):
+def _objective_problems(config: RunConfig) -> Iterator[str]:
+    for index, stage in enumerate(config.stages):
         if len(stage.objectives) > 1:
             yield f"stages[{index}].{' and '.join(stage.objectives)}: given together; allowed: one objective"
         for name, options in stage.objectives.items():
-            yield from (f"stages[{index}].{name}{text}" for text in OBJECTIVES[name].problems(options, parallel))
+            yield from (f"stages[{index}].{name}{text}" for text in OBJECTIVES[name].problems(options, config))
 
 
 def _schedule_problems(run_schedule: ScheduleConfig, stages: Sequence[StageConfig], batch_tokens: int) -> Iterator[str]:

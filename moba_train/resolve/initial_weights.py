@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint, published
@@ -78,6 +80,8 @@ def source_model(folder: Path) -> ModelConfig:
         return source.model(folder)
     checkpoint, _held = find_checkpoint(folder)
     run = resolve_unchecked(saved_recipe(checkpoint))
+    if run.setup.spec.adapters is not None:
+        raise CheckpointError(f"{folder} holds adapters alone; merge them first: moba-train convert moba-to-hf")
     return run.setup.shape.model_copy(update={"rope": saved_stage(checkpoint, run.stages).rope})
 
 
@@ -93,10 +97,13 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     foreign = foreign_source(folder)
     if foreign is None:
         folder, _held = find_checkpoint(folder)
-        folder = broadcast(folder)  # where that run trains, ranks may find different ones
+        if dist.is_initialized():
+            folder = broadcast(folder)  # where that run trains, ranks may find different ones
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
-    parameters = parameter_sizes(model)
+    adapters = model.adapters
+    added = adapters.added if adapters is not None else frozenset()
+    parameters = {name: size for name, size in parameter_sizes(model).items() if name not in added}
     own = {name for name in parameters if kind_of_parameter(name)}
     if foreign is not None:
         source = foreign.load(model, folder)
@@ -105,12 +112,14 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
         left_out: set[str] = set()
     else:
         theirs = {kind_prefix(layer, kind) for layer, kind in _source_kinds(folder)}
-        load_model(model, folder, optional=own | theirs, verify=True)
+        load_model(model, folder, optional=own | theirs, verify=True, without=added)
         source = f"the checkpoint {folder}"
         tensors = CheckpointReader(folder).tensors if own or theirs else {}
         saved = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
         missing = own - saved
         left_out = {name for name in saved - parameters.keys() if kind_of_parameter(name)}
+    if adapters is not None:
+        adapters.begin()
     loaded = sum(size for name, size in parameters.items() if name not in missing)
     new: Counter[str] = Counter()
     for name in missing:

@@ -46,6 +46,7 @@ from moba_train.memory.activations import StageActivations, stage_activations
 from moba_train.memory.devices import H200, Device
 from moba_train.memory.memory import NO_TRANSPORT, MemoryPolicy, memory_for_buffers
 from moba_train.memory.pipeline import best_parts
+from moba_train.model.build import with_adapters
 from moba_train.model.spec import model_spec
 from moba_train.optim.adamw import keeps_state_on_host
 from moba_train.parallel.context.costs import most_memory
@@ -147,7 +148,7 @@ def resolve_unchecked(config: RunConfig) -> ResolvedRun:
     Raises ConfigError for attention that does not exist.
     """
     stages = resolve_stages(config)
-    spec = model_spec(config.model, [stage.attention for stage in stages])
+    spec = with_adapters(model_spec(config.model, [stage.attention for stage in stages]), config.adapters.given)
     parts = pipeline_parts(config.model, config.parallel, stages, config.activation_checkpointing)
     data = config.data
     precision = config.precision

@@ -171,6 +171,8 @@ class RunCheckpoints:
             raise
 
     def _resume(self, path: Path, from_scratch: bool) -> Start:
+        if self._model.adapters is not None and self._run.init_from is not None:
+            load_initial_weights(self._model, Path(self._run.init_from))  # their base, which checkpoints do not have
         progress, note = self.load(path)
         self.saved_step = progress.step
         if self._is_main:
@@ -232,6 +234,8 @@ class RunCheckpoints:
         unused = unused_parameters(spec, then, progress)
         reset_parameters(self._model, self._optimizer, unused, self._run.seed)
         load_model_and_optimizer(self._model, self._optimizer, path, unused=unused)
+        if self._model.adapters is not None:
+            self._model.adapters.check()
         self.trust.loaded()
         new = new_kind_sizes(then, spec) if then is not None else {}
         note = f"; {describe_sizes(new)} begin again: the checkpoint does not have them in this shape" if new else ""

@@ -70,6 +70,7 @@ class Learner:
         loss_weight: sum of the token weights of all micro-batches and ranks
         """
         losses = StepLosses(self._device)
+        self.model.largest_lse.begin_step()
         if self.model.objective is not None:
             self.model.objective.begin_step(step)
         for steps, _, modules in each_kind(self.model):
@@ -89,6 +90,8 @@ class Learner:
         # in the 8B's step, 4.6 before (benchmarks/LOG.md, "8K tokens").
         self._gradients = Gradients(self.model)
         further = self._gradients.norms_by_kind(kinds) if kinds else {}
+        if kinds:
+            further["max_lse"] = self.model.largest_lse.over_ranks().max()
         if self.model.objective is not None:
             further |= self.model.objective.measured()
         for steps, options, modules in each_kind(self.model):

@@ -133,11 +133,12 @@ class Recovery:
         run_dir = self._run.folders.run
         tokens = stage.tokens_after(step)
         reaction = react(self._run.health.spike, report, step, progress.skipped, progress.rollbacks)
-        text = "; ".join(filter(None, (report.message, reaction.message)))
+        text = "; ".join(filter(None, (report.message, self._model.largest_lse.suspect(), reaction.message)))
         fault = show = ""
         facts: dict[str, Any] = {"level": report.level, "action": reaction.action}
         if report.level != "warn" or not report.continues:
-            head = {"step": step, "stage": stage.name, "tokens": tokens, "message": report.message, **facts, **metrics}
+            head = {"step": step, "stage": stage.name, "tokens": tokens, "message": text, **facts, **metrics}
+            head["max_lse_of_heads"] = self._model.largest_lse.over_ranks().tolist()
             dump = write_dump(
                 run_dir,
                 head,

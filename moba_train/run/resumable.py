@@ -69,6 +69,11 @@ def check_tensors(run: ResolvedRun, then: ResolvedRun, progress: Progress, where
             f"{given(run.optim.kind)} now, which keeps another state for each parameter; restore it. {again}, with a "
             "fresh state"
         )
+    if then.setup.spec.adapters != run.setup.spec.adapters:
+        was, now_is = (" ".join(map(str, one.setup.spec.adapters or ["null"])) for one in (then, run))
+        raise CheckpointError(
+            f"cannot resume from {where}: adapters was {was} when it was saved and is {now_is} now; restore it"
+        )
     before = then.setup.spec.kind_shapes
     now = run.setup.spec.kind_shapes
     changed: dict[tuple[str, str, str], list[int]] = {}

@@ -104,7 +104,8 @@ class StepResult:
         values = torch.cat([scalars, auxiliary]).tolist()
         named = dict(zip(found, values, strict=False))
         numbers = {name: named.pop(name) for name in ("loss", "grad_norm")}
-        return StepResult(own_loss_sum, numbers, named | _auxiliary_metrics(values[len(found) :]))
+        known = {name: value for name, value in named.items() if value != -math.inf}  # no layer notes its `max_lse`
+        return StepResult(own_loss_sum, numbers, known | _auxiliary_metrics(values[len(found) :]))
 
     @property
     def is_finite(self) -> bool:

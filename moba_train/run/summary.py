@@ -29,11 +29,13 @@ def summarize(run: ResolvedRun) -> str:
     model = run.setup.shape
     heads = f"{model.heads} heads" + (f" on {model.kv_heads} kv heads" if model.kv_heads != model.heads else "")
     counts = run.setup.spec.counts
+    parts = f"{format_count(counts.without_embeddings)} without embeddings"
+    parts += f"; {format_count(counts.total - counts.base)} are trained" if counts.base else ""
     lines = [
         (
             "model",
-            f"{format_count(counts.total)} parameters ({format_count(counts.without_embeddings)} without embeddings): "
-            f"{model.layers} layers, hidden size {model.hidden_size}, {heads}",
+            f"{format_count(counts.total)} parameters ({parts}): {model.layers} layers, "
+            f"hidden size {model.hidden_size}, {heads}",
         ),
         *(("stages" if index == 0 else "", row) for index, row in enumerate(_stages(run.stages))),
         ("mesh", _mesh(run.layouts, run.world.ranks, gpu.name if gpu is not None else "CPU")),

@@ -388,6 +388,22 @@ def moba_to_hf(
 
 
 @convert.command()
+def moba_to_peft(
+    checkpoint: Checkpoint, output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")]
+) -> None:
+    """Write the adapters of a checkpoint as a folder for peft, without the model that they were trained on.
+
+    moba-to-hf merges them into it. Attention is not part of the folder: peft runs the adapters with that of the
+    model."""
+    from moba_train.tools.convert.adapters import export_adapters
+    from moba_train.tools.saved_recipe import open_checkpoint
+
+    saved = open_checkpoint(checkpoint)
+    export_adapters(saved, output)
+    typer.echo(f"the adapters of {saved.path} are now in {output}")
+
+
+@convert.command()
 def hf_to_moba(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a Hugging Face model")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.progress import track
 
 from moba_train.checkpoint.recipe import run_folder
-from moba_train.checkpoint.state import load_model
 from moba_train.config.attention import resolve_layers
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.mesh import MeshSizes, allowed_divisors
@@ -51,7 +50,7 @@ from moba_train.tools.evaluated_recipe import EvaluationOptions, evaluated_setti
 from moba_train.tools.hf.config import is_hf_folder
 from moba_train.tools.hf.weights import load_hf_weights
 from moba_train.tools.report.sink import plotly_is_installed
-from moba_train.tools.saved_recipe import SavedRun, Training, load_trained, overridden_kinds, saved_training
+from moba_train.tools.saved_recipe import SavedRun, Training, load_trained, load_weights, saved_training
 
 
 def tracked(items: Sequence[int], what: str) -> Iterable[int]:
@@ -244,7 +243,7 @@ def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], wor
     if is_hf_folder(saved.path):
         load_hf_weights(model, saved.path, with_kinds=True)
     else:
-        load_model(model, saved.path, optional=overridden_kinds(saved))
+        load_weights(model, saved)
     model.set_rope(stage.rope)
     layout = stage_layout(setup, run.memory, stage, mesh, world.ranks_per_node, device)
     data_shard = ContextEngines(dims).data_shard(mesh, layout.strategy)

@@ -31,6 +31,7 @@ from moba_train.foreign_files import check_below, open_foreign, working_roots
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.spec import ModelSpec, kind_prefix
 from moba_train.model.transformer import Transformer
+from moba_train.resolve.initial_weights import load_initial_weights
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.needle.options import asking
@@ -87,6 +88,33 @@ def overridden_kinds(saved: SavedRun) -> list[str]:
     return [kind_prefix(layer, kind) for layer, kind in before.keys() - saved.spec.kind_shapes.keys()]
 
 
+def load_weights(model: Transformer, saved: SavedRun) -> None:
+    """Fill `model`, sharded or not, with the weights of a checkpoint: those of adapters on their base. Called on all
+    ranks. Raises CheckpointError when the checkpoint is damaged, or the base missing or another one."""
+    if model.adapters is not None:
+        load_initial_weights(model, base_folder(saved))
+    load_model(model, saved.path, optional=overridden_kinds(saved))
+    if model.adapters is not None:
+        model.adapters.check()
+
+
+def base_folder(saved: SavedRun) -> Path:
+    """The folder of the model that the adapters of a checkpoint were trained on. Raises CheckpointError where its
+    recipe names none that is there, or one that it must not read."""
+    given = saved.config.init_from or ""
+    paths = SavedPaths(saved.config, saved.path)
+    folder = next((path for path in paths.places(given) if given and path.is_dir()), None)
+    if folder is None:
+        raise CheckpointError(
+            f"{saved.path} holds adapters of the model {given!r} (init_from), which is not there; name the folder "
+            "where it is now: init_from=FOLDER"
+        )
+    try:
+        return check_below(folder, paths.roots)
+    except ForeignFileError as error:
+        raise CheckpointError(f"checkpoint {saved.path}: its recipe reads init_from {given!r}: {error}") from None
+
+
 def load_trained(saved: SavedRun, device: torch.device, dtype: torch.dtype = torch.float32) -> Transformer:
     """The model of a checkpoint on `device` in `dtype`, with the attention and RoPE of the stage that saved it.
 
@@ -95,7 +123,7 @@ def load_trained(saved: SavedRun, device: torch.device, dtype: torch.dtype = tor
     with torch.device("meta"):
         model = build_model(saved.spec)
     model.to_empty(device=device)
-    load_model(model, saved.path, optional=overridden_kinds(saved))
+    load_weights(model, saved)
     model.set_attention(build_attention(saved.stage.attention, saved.spec.config.head_width))
     model.set_rope(saved.stage.rope)
     return model.to(dtype).eval()
@@ -181,7 +209,7 @@ class SavedPaths:
         """Raises DataError, naming all places that were looked at, when one of these validation corpora is in none."""
         for index, source in enumerate(validation):
             if self._corpus(source.path) is None:
-                looked = "; ".join(str(corpus_file(path, "idx")) for path in self._places(source.path))
+                looked = "; ".join(str(corpus_file(path, "idx")) for path in self.places(source.path))
                 raise DataError(
                     f"data.validation[{index}].path: given {source.path!r}, which was not found; looked for {looked}; "
                     "give --data CORPUS"
@@ -192,7 +220,7 @@ class SavedPaths:
         given = self._config.data.tokenizer
         trained = trained_tokenizer(self._checkpoint)
         looked: list[str] = []
-        for path in self._places(given) if given is not None else ():
+        for path in self.places(given) if given is not None else ():
             if not tokenizer_file(path).is_file():
                 looked.append(str(path))
             elif trained and self._may_be_read(path) and tokenizer_hash(path) != trained:
@@ -212,10 +240,11 @@ class SavedPaths:
         return source.model_copy(update={"path": self._corpus(source.path) or source.path})
 
     def _corpus(self, given: str) -> str | None:
-        return next((str(path) for path in self._places(given) if corpus_file(path, "idx").is_file()), None)
+        return next((str(path) for path in self.places(given) if corpus_file(path, "idx").is_file()), None)
 
-    def _places(self, given: str) -> Iterator[Path]:
-        """Places of `given`; its name alone counts in the run folder, where an imported model has its tokenizer."""
+    def places(self, given: str) -> Iterator[Path]:
+        """Places where `given` may be. Its name alone counts in the run folder, where an imported model has its
+        tokenizer."""
         places = [Path(given) if folder == Path.cwd() else folder / given for folder in self._folders]
         yield from dict.fromkeys([*places, self._folders[-1] / Path(given).name])
 
@@ -293,7 +322,7 @@ def read_checkpoint(path: Path) -> SavedRun:
 
 def _check_size(spec: ModelSpec, checkpoint: Path) -> None:
     """Raises CheckpointError when the files are too small for the recipe's model, before memory for it is taken."""
-    parameters = spec.counts.total - spec.counts.attention_kinds
+    parameters = spec.counts.total - spec.counts.attention_kinds - spec.counts.base
     size = sum(entry["size"] for entry in check_sizes(checkpoint).values())
     if size < 4 * parameters:  # checkpoints hold float32
         raise CheckpointError(

@@ -70,3 +70,21 @@ def test_conversations_ask_for_notes_of_their_document(tmp_path: Path) -> None:
             name = re.search(r"what is the number of the (.*)\?$", question["content"])
             assert name is not None
             assert f"\n### note\nthe number of the {name[1]} is {answer['content']}\n" in document
+
+
+def test_trajectories_read_the_same_document_by_calls(tmp_path: Path) -> None:
+    few = ("--documents", "2", "--questions", "2", "--characters", "4000")
+    given = make(tmp_path / "given", *few)
+    for whole, record in zip(given, make(tmp_path / "read", *few, "--reads", "5"), strict=True):
+        messages = record["messages"]
+        roles = ["user", *["assistant", "tool"] * 5, "assistant", "user", "assistant"]
+        assert [message["role"] for message in messages] == roles
+        document = "".join(message["content"] for message in messages if message["role"] == "tool")
+        assert f"{document}\n{messages[0]['content']}" == whole["messages"][0]["content"]
+        calls = [message["tool_calls"][0]["function"] for message in messages if "tool_calls" in message]
+        assert calls == [{"name": "read", "arguments": {"part": part}} for part in range(5)]
+        assert [message["content"] for message in messages[11:]] == [m["content"] for m in whole["messages"][1:]]
+        assert record["tools"][0]["function"]["name"] == "read"
+    (tmp_path / "in.txt").write_text("a" * 2000)
+    command = ["long-range", "-i", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.jsonl"), "--reads", "2"]
+    assert "without --questions" in CliRunner().invoke(app, command).output

@@ -113,7 +113,7 @@ BAD = {
     "role 'assistent' is unknown; allowed: system, developer, user, assistant, tool (did you mean 'assistant'?)": {
         "messages": [MESSAGES[1], {"role": "assistent", "content": "A number."}]
     },
-    "weight 0.5; allowed: 0": {"messages": [MESSAGES[1], MESSAGES[2] | {"weight": 0.5}]},
+    "weight 1.5; allowed: 0": {"messages": [MESSAGES[1], MESSAGES[2] | {"weight": 1.5}]},
     "only the assistant's messages carry loss": {"messages": [MESSAGES[1] | {"weight": 1}, MESSAGES[2]]},
     "nothing carries loss": {"messages": [MESSAGES[1], MESSAGES[2] | {"weight": 0}]},
     "'completion' must be text, not null": {"prompt": "What is two?", "chosen": "A number."},

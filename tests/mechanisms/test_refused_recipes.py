@@ -36,6 +36,15 @@ def test_the_reach_of_gradients_is_not_measured_in_a_pipeline(load: Load) -> Non
         check(load("parallel.pp=2", "evaluation.gradient_reach={}", "data.validation=[{path: v}]"))
 
 
+def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load: Load) -> None:
+    config = load("optim.implementation=apex")
+    check(config)  # the device is not known
+    check(config, device="cpu", training=False)
+    assert problems(config, device="cpu") == [
+        "optim.implementation: given 'apex', which cannot run: the run trains on cpu, a GPU needed; set torch"
+    ]
+
+
 def test_an_implementation_of_adamw_is_refused_for_muon(load: Load) -> None:
     problem = "optim.implementation: given 'deepspeed_cpu', which is for optim.kind: adamw alone, with kind: muon"
     assert_refused(load("optim.kind=muon", "optim.implementation=deepspeed_cpu"), problem)

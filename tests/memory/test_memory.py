@@ -1,11 +1,15 @@
 """The memory estimate: against measured peaks, and its parts against arithmetic."""
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from moba_train.attention.full.full_kind import FullCosts
@@ -57,6 +61,16 @@ def planned(model: str, world_size: int, *arguments: Any, **changes: Any) -> Sta
 
 def memory(*arguments: Any, **changes: Any) -> Memory:
     return planned(*arguments, **changes).memory
+
+
+@pytest.fixture(autouse=True)
+def implementations() -> Iterator[None]:
+    """Implementations of AdamW with their state on the GPU and on its host; the core alone has none."""
+    with ExitStack() as stack:
+        for name, device in {"apex": None, "deepspeed_cpu": torch.device("cpu")}.items():
+            if name not in ADAMW_KERNELS:
+                stack.enter_context(ADAMW_KERNELS.registered(name, SimpleNamespace(state_device=device)))
+        yield
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ matrices, and it computes in bf16 everywhere. Here a matrix is gathered once, by
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Literal
 
@@ -23,10 +23,13 @@ from torch.optim import AdamW, Optimizer
 
 from moba_train.config.base import Section
 from moba_train.config.optim import OptimConfig
+from moba_train.config.schema import RunConfig
 from moba_train.mechanisms.muon.exchange import MatrixExchange
+from moba_train.mechanisms.muon.qk_clip import clip, clip_problems
+from moba_train.model.transformer import Transformer
 from moba_train.optim.adamw import adamw_groups, build_torch_adamw
 from moba_train.optim.gradients import local_part
-from moba_train.optim.spec import ADAMW_STATE, OptimizerSpec, block_matrices
+from moba_train.optim.spec import ADAMW_STATE, OptimizerSpec, block_matrices, trained_parameters
 from moba_train.torch_private import foreach_lerp, foreach_lerp_
 
 MuonScale = Literal["match_rms_adamw", "original"]
@@ -44,6 +47,12 @@ class MuonConfig(Section):
         "match_rms_adamw",
         description="factor of the update; match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that `lr` and "
         "`weight_decay` are those of AdamW (Moonshot AI 2025); original: sqrt(max(1, rows / columns))",
+    )
+    qk_clip: float | None = Field(
+        None,
+        gt=0,
+        description="QK-clip of MuonClip: heads whose attention logits exceed it get smaller query and key projections "
+        "after the update; Kimi K2 had 100; null: never",
     )
 
 
@@ -84,13 +93,19 @@ class Muon(Optimizer):
     """
 
     def __init__(
-        self, matrices: Sequence[nn.Parameter], adamw: AdamW, config: OptimConfig, group: dist.ProcessGroup | None
+        self,
+        model: nn.Module,
+        matrices: Sequence[nn.Parameter],
+        adamw: AdamW,
+        config: OptimConfig,
+        group: dist.ProcessGroup | None,
     ) -> None:
         first = {"params": list(matrices), "weight_decay": config.weight_decay, "lr_factor": 1.0}
         super().__init__([first, *adamw.param_groups], {"lr": config.lr})
         options = config.options_of("muon")
         assert isinstance(options, MuonConfig)
         self._options = options
+        self._model = model
         self._group = group
         self._exchange: MatrixExchange | None = None
         self._adamw = adamw
@@ -113,6 +128,9 @@ class Muon(Optimizer):
         active = [index for index, matrix in enumerate(matrices) if matrix.grad is not None]
         rounds = _rounds(active, [matrix.shape for matrix in matrices], self._exchange.ranks)
         self._step_matrices(self._exchange, matrices, rounds, lr, decay)
+        if self._options.qk_clip is not None:
+            assert isinstance(self._model, Transformer)
+            clip(self._model, self._model.largest_lse.over_ranks(), self._options.qk_clip)
 
     def _step_stack(self, stack: nn.Parameter, lr: float, decay: float) -> None:
         """Update this rank's matrices of a stack."""
@@ -208,9 +226,14 @@ def _rounds(active: Sequence[int], shapes: Sequence[Sequence[int]], ranks: int) 
 
 def _build(model: nn.Module, config: OptimConfig, device: torch.device, group: dist.ProcessGroup | None) -> Optimizer:
     matrices = block_matrices(model)
-    others = [(name, parameter) for name, parameter in model.named_parameters() if name not in matrices]
+    others = [(name, parameter) for name, parameter in trained_parameters(model) if name not in matrices]
     adamw = build_torch_adamw(adamw_groups(others, config), config, device)
-    return Muon(list(matrices.values()), adamw, config, group)
+    return Muon(model, list(matrices.values()), adamw, config, group)
 
 
-MUON = OptimizerSpec(_build, state=ADAMW_STATE, matrix_state={"momentum_buffer": 4}, Options=MuonConfig)
+def _problems(config: RunConfig) -> Iterator[str]:
+    options = config.optim.options_of("muon")
+    return clip_problems(config) if isinstance(options, MuonConfig) and options.qk_clip is not None else iter(())
+
+
+MUON = OptimizerSpec(_build, ADAMW_STATE, {"momentum_buffer": 4}, _problems, MuonConfig)

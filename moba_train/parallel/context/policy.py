@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from moba_train.config.parallel import CPLayout, unknown_transport
+from moba_train.config.parallel import CPLayout
 from moba_train.parallel.context.costs import TransportCost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.parallel.context.transport.base import TransportSpec
@@ -22,7 +22,8 @@ context-slices-dense-h200.json)."""
 def transport_spec(name: str) -> TransportSpec:
     """The registered transport of this name. Raises ValueError, naming the YAML key, for any other."""
     if name not in TRANSPORTS:
-        raise ValueError(f"parallel.cp_transport: {unknown_transport(name)}")
+        allowed = ", ".join(["auto", *TRANSPORTS])
+        raise ValueError(f"parallel.cp_transport: given {name!r}, which is not registered; allowed: {allowed}")
     return cast(TransportSpec, TRANSPORTS[name])
 
 

@@ -23,7 +23,10 @@ from moba_train.errors import DataError
 
 Message = dict[str, Any]
 """`role` and `content`, as templates expect them. An assistant message may have `tool_calls`, and then `content` may be
-None; its `weight` of 0 excludes it from the loss. Other keys, such as `reasoning_content`, are for the template."""
+None; its `weight`, 0 to 1, is that of its tokens in the loss, and `thought_weight` a factor on it for its thoughts
+(`THOUGHTS`). Other keys are for the template."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which messages have thoughts."""
 
 _CHATML_CALLS = """\
 {%- macro calls(message) %}
@@ -136,10 +139,16 @@ def texts(value: Any) -> Iterator[str]:
 
 
 class TemplateSegment(NamedTuple):
-    """Consecutive text of a conversation that all carries loss, or none."""
+    """Consecutive text of a conversation that all carries loss with one weight, or none."""
 
     text: str
-    in_loss: bool
+    weight: float
+    """Weight of each token in the loss; 0: none."""
+
+    @property
+    def in_loss(self) -> bool:
+        """True if the text carries loss."""
+        return self.weight > 0
 
 
 class SplitConversation(NamedTuple):
@@ -160,6 +169,9 @@ class _Answer(NamedTuple):
     text: str
     begin: int
     end: int
+    weight: float
+    thought: tuple[int, int, float]
+    """Beginning and end of the message's thought in the text, and its weight."""
 
     @property
     def whole(self) -> str:
@@ -210,7 +222,7 @@ class Template(Protocol):
         ...
 
 
-_OTHERWISE_CHECKED = ("role", "weight", "tool_calls")
+_OTHERWISE_CHECKED = ("role", "weight", "thought_weight", "tool_calls")
 """Keys of messages that are not named when the template does not read them."""
 
 
@@ -326,7 +338,9 @@ class ChatTemplate:
         end = text.find(self.definition.end_of_turn, len(prompt))
         if end < 0:
             raise ValueError(self._other_end(index, text[len(prompt) :], messages[index].get("content") or ""))
-        answer = _Answer(text, len(prompt), end + len(self.definition.end_of_turn))
+        weight = messages[index].get("weight", 1)
+        thought = _thought(messages[index], text, len(prompt), end)
+        answer = _Answer(text, len(prompt), end + len(self.definition.end_of_turn), weight, thought)
         calls = messages[index].get("tool_calls") or []
         _require_names(answer.whole[answer.begin :], calls, f"the tool calls of message {index}")
         return answer
@@ -375,12 +389,24 @@ def _segments(text: str, answers: dict[int, _Answer]) -> list[TemplateSegment]:
     before another one ends."""
     at = 0
     segments = []
-    for index, (_, begin, end) in answers.items():
+    for index, (_, begin, end, weight, (first, last, thought_weight)) in answers.items():
         if begin < at:
             raise ValueError(_differs(index))
-        segments += [TemplateSegment(text[at:begin], False), TemplateSegment(text[begin:end], True)]
+        segments += [TemplateSegment(text[at:begin], 0), TemplateSegment(text[begin:first], weight)]
+        segments += [TemplateSegment(text[first:last], thought_weight), TemplateSegment(text[last:end], weight)]
         at = end
-    return [segment for segment in (*segments, TemplateSegment(text[at:], False)) if segment.text]
+    return [segment for segment in (*segments, TemplateSegment(text[at:], 0)) if segment.text]
+
+
+def _thought(message: Message, text: str, begin: int, end: int) -> tuple[int, int, float]:
+    """Beginning and end in `text` of the message's thought, and its weight; nothing where that is the message's, or no
+    thought is written between `begin` and `end`."""
+    weight = message.get("thought_weight", 1)
+    thought = next((message[key].strip() for key in THOUGHTS if isinstance(message.get(key), str)), "")
+    place = text.find(thought, begin, end) if thought and weight != 1 else -1
+    if place < 0:
+        return begin, begin, 0
+    return place, place + len(thought), weight * message.get("weight", 1)
 
 
 def _unusual_order(messages: Sequence[Message]) -> str:

@@ -3,11 +3,9 @@
 Both hold one tensor, or one file of tensors, at a time, and leave no folder behind when they fail or are interrupted.
 """
 
-import contextlib
 import json
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
 from torch import Tensor
 
 from moba_train.attention.kind import AttentionKind
@@ -36,6 +33,7 @@ from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec, kind_of_parameter, kind_prefix
 from moba_train.output_files import write_new
 from moba_train.resolve.run import resolve_unchecked
+from moba_train.tools.convert.adapters import MergedReader
 from moba_train.tools.convert.hf_export import (
     full_entry,
     hf_config,
@@ -47,6 +45,7 @@ from moba_train.tools.convert.hf_export import (
 )
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
 from moba_train.tools.convert.model_card import CARD, model_card
+from moba_train.tools.convert.new_folder import check_new_folder, new_folder
 from moba_train.tools.convert.with_code import DESCRIPTIONS, code_config, code_families, code_problems, write_code
 from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
 from moba_train.tools.hf.family import OF_FAMILIES, Family, family_of
@@ -96,44 +95,6 @@ def describe_folder(folder: Path) -> Iterator[str]:
 def _gigabytes(files: list[Path]) -> str:
     total = sum(file.stat().st_size for file in files)
     return f"{total / 1e9:,.1f} GB" if total >= 1e8 else f"{total / 1e6:,.1f} MB"
-
-
-def check_new_folder(output: Path) -> None:
-    """Raise CheckpointError when `output` is a file, or a folder that is not empty."""
-    if output.exists() and not output.is_dir():
-        raise CheckpointError(f"{output}: is a file; give a new folder")
-    if output.exists() and any(output.iterdir()):
-        raise CheckpointError(f"{output}: is not empty; give a new folder")
-
-
-@contextlib.contextmanager
-def new_folder(output: Path) -> Iterator[None]:
-    """Make `output`. When anything is raised inside, also by Ctrl-C, remove all that was written into it.
-
-    Raises CheckpointError as `check_new_folder`, and when something cannot be written.
-    """
-    check_new_folder(output)
-    existed = output.exists()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException as error:
-        _empty(output, existed)
-        if isinstance(error, OSError | SafetensorError):
-            raise CheckpointError(f"{output}: cannot be written ({error})") from error
-        raise
-
-
-def _empty(output: Path, keep: bool) -> None:
-    """Remove the contents of `output`, and `output` unless `keep`, as far as that is possible."""
-    with contextlib.suppress(OSError):
-        for path in output.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink()
-        if not keep:
-            output.rmdir()
 
 
 RECIPE = "recipe.yaml"
@@ -301,7 +262,7 @@ def export_to_hf(
     shapes = parameter_shapes(config.model) | of_kinds
     check_new_folder(output)
     verify_checkpoint(checkpoint)
-    reader = _reader(checkpoint, shapes)
+    reader = _reader(checkpoint, shapes) if saved.spec.adapters is None else MergedReader(saved)
     roots = working_roots()
     marks = corpus_marks(saved, roots)
     tokenizer = export_tokenizer(config.data.tokenizer, marks, contents["model_type"], stage.seq_len, roots)
@@ -314,6 +275,8 @@ def export_to_hf(
         write_new(output / CARD, model_card(saved, kinds, dtype_name, with_code, family.needs_code))
         place_of = places(contents, family, shapes)
         write_safetensors(output, fused_tensors(place_of, shapes, _reads(reader, dtype)), shard_bytes)
+        if isinstance(reader, MergedReader):
+            reader.check()
         # Written last: a folder without it is not read as a model.
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")
     return [*tokenizer.warnings, *family.cautions(contents)]

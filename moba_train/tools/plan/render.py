@@ -106,11 +106,14 @@ def _table(title: str, *columns: str) -> Table:
 def _parameters(plan: Plan) -> Table:
     table = _table("Parameters", "part", "count")
     for field in fields(plan.parameters):
-        if field.name != "idle":
+        if field.name not in ("idle", "adapters", "base"):
             table.add_row(field.name.replace("_", " "), f"{getattr(plan.parameters, field.name):,}")
     table.add_section()
     table.add_row("total", f"{plan.parameters.total:,}")
     table.add_row("without embeddings", f"{plan.parameters.without_embeddings:,}")
+    if plan.parameters.base:
+        table.add_row("adapters", f"{plan.parameters.adapters:,}")
+        table.add_row("trained", f"{plan.parameters.total - plan.parameters.base:,}")
     if plan.parameters.idle:
         table.add_row("active for each token", f"{plan.parameters.active:,}")
     return table

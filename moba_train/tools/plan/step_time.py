@@ -268,7 +268,7 @@ class _Step:
             memory=layers("memory") + self._copies(),
             loss=self._share * self._output_seconds(),
             repeated=layers("repeated"),
-            optimizer=(rates.update_s[self._optimizer] + NORM_BYTES / rates.memory) * self._weights.shard,
+            optimizer=(rates.update_s[self._optimizer] + NORM_BYTES / rates.memory) * self._weights.trained.shard,
             fsdp=self._rounds * self._waiting_for_weights(),
             tp=layers("tp") + self._share * self._output_tensor_bytes() / self._machine.links.node,
             cp=layers("cp"),

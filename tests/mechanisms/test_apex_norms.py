@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moba_train.config.model import ModelConfig
+from moba_train.mechanisms.apex_norms import ApexRMSNorm
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.fsdp import norm_problem, use_apex_norms
+from moba_train.parallel.fsdp import use_norms
 
 
 def norm_and_gradients(norm: Any, x: Tensor, gradient: Tensor) -> list[Tensor]:
@@ -46,7 +47,7 @@ def test_all_norms_of_a_model_are_replaced_and_keep_their_parameters(shapes: lis
     before = dict(model.named_parameters())
     inputs = [(torch.randn(5, *norm.normalized_shape), torch.randn(5, *norm.normalized_shape)) for norm in norms]
     want = [norm_and_gradients(norm, *given) for norm, given in zip(norms, inputs, strict=True)]
-    use_apex_norms(model)
+    use_norms(model, "apex")
     got = [norm_and_gradients(norm, *given) for norm, given in zip(norms, inputs, strict=True)]
     assert all(torch.equal(a, b) for one, other in zip(got, want, strict=True) for a, b in zip(one, other, strict=True))
     assert len(shapes) == len(norms) == 2 * 4 + 1
@@ -59,16 +60,15 @@ def test_a_norm_without_an_epsilon_has_torch_s(dtype: torch.dtype, shapes: list[
     norm = nn.Sequential(nn.RMSNorm(16, dtype=dtype))
     x = 0.01 * torch.randn(5, 16, dtype=dtype)
     wanted = norm(x)
-    use_apex_norms(norm)
+    use_norms(norm, "apex")
     assert torch.equal(norm(x), wanted)
     assert shapes == [[16]]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert norm_problem("torch", "cpu") == norm_problem("apex", None) == ""
-    assert norm_problem("apex", "cpu") == "the run trains on cpu, a GPU needed"
+    assert ApexRMSNorm.problem("cpu") == "the run trains on cpu, a GPU needed"
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)
-    problem = norm_problem("apex", "cuda")
+    problem = ApexRMSNorm.problem("cuda")
     assert "apex.normalization cannot be used: ModuleNotFoundError" in problem
     assert "docs/how-to/optional-packages.md" in problem
 
@@ -86,7 +86,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_apex_is_as_exact_as_torch(shape: tuple[int, ...], dtype: torch.dtype, compiled: bool) -> None:
     """Outputs and gradients against float64: at most twice torch's error."""
-    if (reason := norm_problem("apex", "cuda")) != "":
+    if (reason := ApexRMSNorm.problem("cuda")) != "":
         pytest.skip(reason)
     torch.manual_seed(0)
     x, gradient = torch.randn(2, *shape, device="cuda").to(dtype)
@@ -94,7 +94,7 @@ def test_apex_is_as_exact_as_torch(shape: tuple[int, ...], dtype: torch.dtype, c
     nn.init.normal_(theirs.weight, 1.0, 0.5)
     ours = nn.Sequential(nn.RMSNorm(shape[-1], 1e-5, device="cuda", dtype=dtype))
     ours[0].load_state_dict(theirs.state_dict())
-    use_apex_norms(ours)
+    use_norms(ours, "apex")
     exact = nn.RMSNorm(shape[-1], 1e-5, device="cuda", dtype=torch.float64)
     exact.load_state_dict(theirs.state_dict())
     wanted = norm_and_gradients(exact, x.double(), gradient.double())
