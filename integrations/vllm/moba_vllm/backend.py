@@ -137,9 +137,7 @@ class MobaBuilder(AttentionMetadataBuilder[MobaMetadata]):
             if found:
                 columns_3R = torch.tensor(found).T.to(self.device, non_blocking=True)
                 singles.append(Singles(*columns_3R, 1 + max(position for _, _, position in found), own))
-        return MobaMetadata(
-            common.slot_mapping[: edges[-1]], common.block_table_tensor, extents, texts, singles
-        )
+        return MobaMetadata(common.slot_mapping[: edges[-1]], common.block_table_tensor, extents, texts, singles)
 
 
 class MobaImpl(AttentionImpl[MobaMetadata]):

@@ -66,7 +66,9 @@ def layer_attention(config: Any, layer: int) -> Moba | Window | None:
         raise ValueError(f"{where}: kind {kind!r} given; the vLLM plugin knows full, {', '.join(KINDS)}")
     known = {field.name for field in fields(KINDS[kind])}
     if entry.keys() - known:
-        raise ValueError(f"{where}: {min(entry.keys() - known)!r} given; kind {kind!r} knows {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{where}: {min(entry.keys() - known)!r} given; kind {kind!r} knows {', '.join(sorted(known))}"
+        )
     try:
         return KINDS[kind](**{name: tuple(value) if name == "always" else value for name, value in entry.items()})
     except (TypeError, ValueError) as error:
