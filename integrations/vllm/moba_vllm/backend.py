@@ -135,8 +135,9 @@ class MobaBuilder(AttentionMetadataBuilder[MobaMetadata]):
         singles = []
         for own, found in single.items():
             if found:
-                columns_3R = torch.tensor(found).T.to(self.device, non_blocking=True)
-                singles.append(Singles(*columns_3R, 1 + max(position for _, _, position in found), own))
+                requests_R, rows_R, positions_R = torch.tensor(found).T.to(self.device, non_blocking=True)
+                longest = 1 + max(position for _, _, position in found)
+                singles.append(Singles(requests_R, rows_R, positions_R, longest, own))
         return MobaMetadata(common.slot_mapping[: edges[-1]], common.block_table_tensor, extents, texts, singles)
 
 

@@ -69,8 +69,9 @@ def layer_attention(config: Any, layer: int) -> Moba | Window | None:
         raise ValueError(
             f"{where}: {min(entry.keys() - known)!r} given; kind {kind!r} knows {', '.join(sorted(known))}"
         )
+    values: dict[str, Any] = {name: tuple(value) if name == "always" else value for name, value in entry.items()}
     try:
-        return KINDS[kind](**{name: tuple(value) if name == "always" else value for name, value in entry.items()})
+        return KINDS[kind](**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
 

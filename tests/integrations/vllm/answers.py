@@ -1,4 +1,4 @@
-"""Asks vLLM for the continuations of prompts, as a program of its own: `python -m tests.integrations.vllm.answers FILE`.
+"""Asks vLLM for the continuations of prompts: `python -m tests.integrations.vllm.answers FILE`.
 
 FILE is JSON: `engine` (arguments of `vllm.LLM`), `tokens` (new ones of each prompt), `rounds` (lists of prompts, asked
 one after the other) and `scored` (a prompt whose tokens' logarithmic probabilities are wanted). The answers replace it.
