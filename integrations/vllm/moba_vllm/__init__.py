@@ -3,7 +3,7 @@
 
 def register() -> None:
     """Register the backend and give layers theirs. vLLM calls this in each of its processes, maybe more than once."""
-    # Here, as the rest of the package but for `layers` and `paged` needs vLLM.
+    # Here, as `layers` and `paged` can be imported without vLLM.
     from moba_vllm.hook import register_backend_and_hook
 
     register_backend_and_hook()
