@@ -102,7 +102,7 @@ class MobaBuilder(AttentionMetadataBuilder[MobaMetadata]):
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
-        """Raises ValueError when the size of vLLM's pages fits a layer's blocks ill."""
+        """Raises ValueError when vLLM's pages and a layer's blocks do not fit each other."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.decodes_own = decode_mode(vllm_config.model_config.hf_config) == "own"
         for name, layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).items():
@@ -124,7 +124,8 @@ class MobaBuilder(AttentionMetadataBuilder[MobaMetadata]):
         extents: list[tuple[int, int]] = []
         texts: list[Text] = []
         single: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
-        for request, prefilling in enumerate(common.is_prefilling.tolist()):
+        prefills = common.is_prefilling.tolist()
+        for request, prefilling in enumerate(prefills):
             first, end, tokens = edges[request], edges[request + 1], lengths[request]
             extents.append((tokens - (end - first), tokens))
             own = prefilling or self.decodes_own
@@ -138,7 +139,8 @@ class MobaBuilder(AttentionMetadataBuilder[MobaMetadata]):
                 requests_R, rows_R, positions_R = torch.tensor(found).T.to(self.device, non_blocking=True)
                 longest = 1 + max(position for _, _, position in found)
                 singles.append(Singles(requests_R, rows_R, positions_R, longest, own))
-        return MobaMetadata(common.slot_mapping[: edges[-1]], common.block_table_tensor, extents, texts, singles)
+        slots_Q = common.slot_mapping[: edges[len(prefills)]]  # those behind fill up a graph
+        return MobaMetadata(slots_Q, common.block_table_tensor, extents, texts, singles)
 
 
 class MobaImpl(AttentionImpl[MobaMetadata]):
