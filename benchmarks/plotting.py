@@ -97,6 +97,26 @@ def band(axes: Axes, x: Sequence[float] | np.ndarray, curves: Any, colour: str, 
     axes.plot(x, values.mean(0), color=colour, label=label, **style)
 
 
+def spread(
+    axes: Axes,
+    values: Sequence[float],
+    place: float,
+    colour: str,
+    *,
+    upright: bool = False,
+    width: float = 8,
+    **dot: Any,
+) -> None:
+    """Mean of the values of several seeds as a dot, and the range between them as a band `width` points wide, at a
+    `place` of the y axis; `upright`: of the x axis."""
+    for found, style in (
+        ([min(values), max(values)], {"alpha": 0.2, "lw": width, "solid_capstyle": "butt"}),
+        ([float(np.mean(values))], {"marker": "o", "ls": "", **dot}),
+    ):
+        places = [place] * len(found)
+        axes.plot(*((places, found) if upright else (found, places)), color=colour, **style)
+
+
 def zero_line(axes: Axes) -> None:
     """A line at 0, where what is compared is equal."""
     axes.axhline(0, color=INK, lw=0.8)

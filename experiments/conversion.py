@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from matplotlib.figure import Figure as Canvas
 
-from benchmarks.plotting import BLUE, FULL, GREEN, MOBA
+from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, spread
 from experiments.comparison import Cell, Verdict, compare
 from experiments.corpus import Corpus
 from experiments.equal_time import (
@@ -109,12 +109,10 @@ class Conversion(Figure):
             own = [one for one in results if one["name"] == name and ANSWERS in one["evaluations"]]
             for offset, (mode, label) in zip((-0.2, 0.0, 0.2), MODES.items(), strict=True):
                 shares = [share for one in own if math.isfinite(share := found_in(one, mode))]
-                style: dict[str, Any] = {"color": _COLOURS[mode]}
                 if shares:
-                    axes.plot([min(shares), max(shares)], [place + offset] * 2, lw=6, alpha=0.2, **style)
-                    axes.plot(statistics.mean(shares), place + offset, "o", **style)
+                    spread(axes, shares, place + offset, _COLOURS[mode], width=6)
                 if not place:
-                    axes.plot([], [], "o", label=label, **style)
+                    axes.plot([], [], "o", label=label, color=_COLOURS[mode])
         axes.axvline(BAR, color=GREEN, lw=0.8)
         axes.set_yticks(range(len(arms)), [NAMES[name] for name in arms])
         axes.invert_yaxis()

@@ -5,13 +5,18 @@ A folder that `moba-data corpus` wrote: `train` and `valid`, whose sidecars name
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.python_sources import BYTES, write_text
+from data_tools.corpus_writer import IndexedDatasetWriter
 from experiments.byte_tokenizer import write_byte_tokenizer
 from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.errors import DataError
+from moba_train.tools.text_tokenizer import load_text_tokenizer
 
 QUICK_TOKENS = 1 << 19
 
@@ -77,3 +82,36 @@ def quick_corpus(folder: Path) -> Corpus:
     tokenizer = folder / "tokenizer.json"
     write_byte_tokenizer(tokenizer)
     return Corpus(folder, BYTES, tokenizer)
+
+
+def write_short(corpus: Corpus, name: str, prefix: Path, most: int, *, ends: bool = False) -> None:
+    """Write the text of `name` in documents of at most `most` tokens, unless it is there. `ends`: each ends with the
+    tokenizer's end of text, if it has one."""
+    if corpus_file(prefix, "idx").exists():
+        return
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    source = IndexedDataset(corpus.find(name))
+    eos = load_text_tokenizer(str(corpus.tokenizer)).eos_id if ends and corpus.tokenizer else None
+    most -= eos is not None
+    with IndexedDatasetWriter(prefix, source.dtype) as writer:
+        for document in range(source.documents):
+            length = int(source.document_lengths[document])
+            for start, stop in pairwise([*range(0, length, most), length]):
+                tokens = source.document(document, start, stop)
+                writer.add_document(tokens if eos is None else np.append(tokens, tokens.dtype.type(eos)))
+
+
+def write_joined(source: Path, prefix: Path, least: int) -> None:
+    """Write the documents of `source` in random order as documents of at least `least` tokens, of which the last one
+    may be shorter, unless they are there: text in which a model attends across documents."""
+    if corpus_file(prefix, "idx").exists():
+        return
+    short = IndexedDataset(source)
+    joined: list[np.ndarray] = []
+    order = np.random.default_rng(0).permutation(short.documents)
+    with IndexedDatasetWriter(prefix, short.dtype) as writer:
+        for place, document in enumerate(map(int, order), start=1):
+            joined.append(short.document(document))
+            if place == short.documents or sum(map(len, joined)) >= least:
+                writer.add_document(np.concatenate(joined))
+                joined.clear()

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from matplotlib.figure import Figure as Canvas
 
-from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, band, zero_line
+from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, band, spread, zero_line
 from experiments.comparison import Cell, Verdict, above, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
@@ -226,8 +226,7 @@ class EqualTime(Figure):
         for place, length in enumerate(LENGTHS):
             gaps = [gap for one in trained if (gap := _gap(one, trained, f"moba-{length}")) is not None]
             if gaps:
-                panels[2].plot([place, place], [min(gaps), max(gaps)], color=MOBA, alpha=0.2, lw=8)
-                panels[2].plot(place, statistics.mean(gaps), "o", color=MOBA)
+                spread(panels[2], gaps, place, MOBA, upright=True)
         zero_line(panels[2])
         panels[2].set_xticks(range(len(LENGTHS)), [length.upper() for length in LENGTHS])
         panels[2].set_ylabel("MoBA above full, nats")

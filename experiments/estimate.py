@@ -111,6 +111,7 @@ class Estimates:
 
     def __init__(self, finished: Iterable[Result]) -> None:
         """finished: results of any figures."""
+        self._finished: dict[tuple[Any, ...], list[Result]] = {}
         self._ratios: dict[tuple[Any, ...], dict[tuple[str, int], list[float]]] = {}
         self._lock = threading.Lock()
         for result in finished:
@@ -118,13 +119,9 @@ class Estimates:
 
     def add(self, result: Result) -> None:
         """Take a finished arm into account."""
-        recipe, gpus, sharing = (result[key] for key in ("recipe", "gpus", "arms_per_gpu"))
-        service = bool(result.get("multi_process_service", False))
-        arm = Arm(result["name"], result["seed"], recipe, dict.fromkeys(result["evaluations"], ()))
-        ratio = result["seconds"] / modelled_seconds(arm, gpus, sharing, service)
+        conditions = _conditions(result["device"], *_how(result))
         with self._lock:
-            ratios = self._ratios.setdefault(_conditions(result["device"], gpus, sharing, service), {})
-            ratios.setdefault(_kind_and_length(arm), []).append(ratio)
+            self._finished.setdefault(conditions, []).append(result)
 
     def seconds(self, arm: Arm, gpus: int, sharing: int) -> float:
         """Seconds of an arm on `gpus` GPUs, each with `sharing` arms; on the CPU where `gpus` is 0.
@@ -136,11 +133,27 @@ class Estimates:
         device = torch.cuda.get_device_name() if gpus and torch.cuda.is_available() else None
         kind, length = _kind_and_length(arm)
         with self._lock:
-            ratios = self._ratios.get(_conditions(device, gpus, sharing, service), {})
+            ratios = self._ratios_under(_conditions(device, gpus, sharing, service))
             own_kind = {own: found for own, found in ratios.items() if own[0] == kind}
             nearest = {(kind, length): ratios[kind, length]} if (kind, length) in ratios else own_kind or ratios
             found = [ratio for one in nearest.values() for ratio in one]
         return modelled_seconds(arm, gpus, sharing, service) * (statistics.median(found) if found else 1.0)
+
+    def _ratios_under(self, conditions: tuple[Any, ...]) -> dict[tuple[str, int], list[float]]:
+        """What arms that ran under these conditions took of what the model says, by kind and length. The model takes
+        3 ms for an arm, so only arms that are asked about are judged by it."""
+        ratios = self._ratios.setdefault(conditions, {})
+        for result in self._finished.pop(conditions, ()):
+            evaluations = dict.fromkeys(result["evaluations"], ())
+            arm = Arm(result["name"], result["seed"], result["recipe"], evaluations)
+            ratio = result["seconds"] / modelled_seconds(arm, *_how(result))
+            ratios.setdefault(_kind_and_length(arm), []).append(ratio)
+        return ratios
+
+
+def _how(result: Result) -> tuple[int, int, bool]:
+    """GPUs of a finished arm, arms on each of them, and whether these shared it by the Multi-Process Service."""
+    return result["gpus"], result["arms_per_gpu"], bool(result.get("multi_process_service", False))
 
 
 def _conditions(device: str | None, gpus: int, sharing: int, service: bool) -> tuple[Any, ...]:

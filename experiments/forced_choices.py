@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure as Canvas
 
-from benchmarks.plotting import INK, MOBA
+from benchmarks.plotting import INK, MOBA, spread
 from experiments.comparison import Cell, Verdict, compare, mean_of
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
@@ -74,23 +74,24 @@ class ForcedChoices(Figure):
         left, right = canvas.subplots(1, 2, width_ratios=(1, 2))
         free = {result["seed"]: trailing_loss(result) for result in results if result["name"] == "free"}
         names = list(dict.fromkeys(result["name"] for result in results))
-        for result in results:
-            if result["seed"] in free:
-                gap = trailing_loss(result) - free[result["seed"]]
-                left.plot(gap, names.index(result["name"]), "o", color=MOBA)
+        for place, name in enumerate(names):
+            own = [result for result in results if result["name"] == name and result["seed"] in free]
+            if own:
+                spread(left, [trailing_loss(result) - free[result["seed"]] for result in own], place, MOBA)
         left.set_yticks(range(len(names)), names)
         left.axvline(0, color=INK, lw=0.8)
         left.set_xlabel("trailing loss above free, nats")
-        own = next((result for result in results if result["name"] == "free"), None)
-        if own is None:
+        shown = next((result for result in results if result["name"] == "free"), None)
+        if shown is None:
             return
-        shares_RX = np.concatenate([_shares(layer) for layer in _layers(own)])
+        shares_RX = np.concatenate([_shares(layer) for layer in _layers(shown)])
         used = int(np.flatnonzero(shares_RX.sum(0)).max()) + 1
-        heads = len(shares_RX) // len(_layers(own))
+        heads = len(shares_RX) // len(_layers(shown))
         image = right.imshow(shares_RX[:, :used], aspect="auto", vmin=0)
         right.grid(visible=False)
-        right.set_yticks(np.arange(len(_layers(own))) * heads, [f"layer {layer['layer']}" for layer in _layers(own)])
-        right.set_xticks(range(used), _probe(own)[PROBE]["distances"][:used])
+        layers = [f"layer {layer['layer']}" for layer in _layers(shown)]
+        right.set_yticks(np.arange(len(layers)) * heads, layers)
+        right.set_xticks(range(used), _probe(shown)[PROBE]["distances"][:used])
         right.set_xlabel("distance of the blocks that a head selects, in blocks")
         canvas.colorbar(image, ax=right, label="share of its choices")
 

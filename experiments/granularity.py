@@ -19,6 +19,7 @@ BLOCKS = (8, 16, 32, 64, 128)
 """Blocks in a sequence, a quarter of which is selected."""
 FIXED_KEYS = {512: 3, 256: 6, 128: 12}
 """Blocks selected, own one included, by block size: 1,536 keys."""
+_COARSEST_KEYS = "keys-512-conv-0"
 _COLOURS = {0: MOBA, 3: BLUE}
 
 
@@ -61,10 +62,8 @@ class Granularity(Figure):
         return Finding([*_sparsity_verdicts(results), *_key_verdicts(results)], rows)
 
     def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
-        """Left: constant sparsity, as the distance from full attention, beside the published. Right: constant keys.
-
-        Seeds have lines of their own: their losses are further apart than those of the arms.
-        """
+        """Left: constant sparsity, as the distance from full attention, beside the published. Right: constant keys, as
+        the distance from blocks of 512 without a convolution; seeds are further apart than arms. Bands over seeds."""
         left, right = canvas.subplots(1, 2)
         by_seed: dict[int, dict[str, float]] = {}
         for result in results:
@@ -72,15 +71,18 @@ class Granularity(Figure):
         _draw_sparsity(left, [losses for losses in by_seed.values() if "full-32k" in losses])
         for width, colour in _COLOURS.items():
             label = f"key_conv: {width}" if width else "no convolution"
-            for losses in by_seed.values():
-                found = {size: losses.get(f"keys-{size}-conv-{width}", math.nan) for size in FIXED_KEYS}
-                right.plot(list(found), list(found.values()), "o-", color=colour, label=label)
-                label = "_"  # once in the legend
+            arms = {size: f"keys-{size}-conv-{width}" for size in FIXED_KEYS}
+            known = [one for one in by_seed.values() if {_COARSEST_KEYS, *arms.values()} <= one.keys()]
+            if known:
+                gaps = [[one[arm] - one[_COARSEST_KEYS] for arm in arms.values()] for one in known]
+                band(right, list(arms), gaps, colour, label, marker="o")
+        zero_line(right)
         powers_of_two(right, list(FIXED_KEYS))
         right.set_xlabel("block size; a query sees 1,536 of 8K keys")
-        right.set_ylabel("validation loss, nats")
+        right.set_ylabel("above 512, no convolution, nats")
         for axes in (left, right):
-            axes.legend()
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend()
 
 
 def _arm(

@@ -2,11 +2,13 @@
 
 from experiments.conversion import Conversion
 from experiments.equal_time import EqualTime, EqualTimeRates
+from experiments.extrapolation import Extrapolation
 from experiments.figure import Figure
 from experiments.forced_choices import ForcedChoices
 from experiments.granularity import Granularity
 from experiments.hybrid import Hybrid
 from experiments.inference_gap import InferenceGap
+from experiments.long_stage import LongStage
 from experiments.mechanisms import Mechanisms
 from experiments.needles import Needles
 from experiments.scaling import Scaling
@@ -17,6 +19,7 @@ from experiments.trailing import Position, Trailing
 from experiments.trained_with import TrainedWith
 from experiments.versions import Versions
 from experiments.why_behind import WhyBehind
+from experiments.with_window import WithWindow
 
 FIGURES: dict[str, Figure] = {
     figure.name: figure
@@ -40,6 +43,9 @@ FIGURES: dict[str, Figure] = {
         Conversion(),
         WhyBehind(),
         InferenceGap(),
+        LongStage(),
+        Extrapolation(),
+        WithWindow(),
     )
 }
 

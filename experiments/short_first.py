@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure as Canvas
 
 import moba_train.attention.registry  # noqa: F401  # attention kinds, which the recipe names
-from benchmarks.plotting import BLUE, COLOURS, INK, band
+from benchmarks.plotting import BLUE, COLOURS, INK, band, spread
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.estimate import config_of
 from experiments.figure import Arm, Figure, Finding, Result
@@ -81,10 +81,9 @@ class ShortFirst(Figure):
             length, name = split_name(arm)
             equal_tokens = not arm.endswith(EQUAL_FLOPS)
             colour = _COLOURS[name]
-            compute = [result["compute"]["real"] for result in own]
-            face = colour if equal_tokens else "none"
-            form = "s" if length else "o"
-            left.plot(compute, list(map(trailing_loss, own)), form, color=colour, mfc=face, ms=6)
+            compute = statistics.mean(result["compute"]["real"] for result in own)
+            dot: dict[str, Any] = {"marker": "s" if length else "o", "mfc": colour if equal_tokens else "none", "ms": 6}
+            spread(left, list(map(trailing_loss, own)), compute, colour, upright=True, **dot)
             style = ":" if length else "-" if equal_tokens else "--"
             band(right, bucket_middles(own[0]) / 1024, list(map(loss_by_position, own)), colour, ls=style)
         for name, words in WORDS.items():

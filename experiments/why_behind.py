@@ -8,14 +8,12 @@ MoBA attends to on average in a sequence of 8K: 3 blocks of 512 are 1,280 keys, 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from benchmarks.plotting import GREEN, INK, MOBA
-from data_tools.corpus_writer import IndexedDatasetWriter
+from benchmarks.plotting import GREEN, INK, MOBA, spread
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
-from experiments.corpus import Corpus
+from experiments.corpus import Corpus, write_short
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, batch_tokens, moba, recipe
 from experiments.readings import (
@@ -26,7 +24,6 @@ from experiments.readings import (
     validation_by_sequence,
     validation_loss,
 )
-from moba_train.data.indexed import IndexedDataset, corpus_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -95,7 +92,7 @@ class WhyBehind(Figure):
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """Setting by setting, full attention first."""
         return [
-            _arm(f"{setting}-{arm}", seed, which, attention, quick)
+            build_arm(f"{setting}-{arm}", seed, which, attention, quick)
             for setting, which in (QUICK if quick else SETTINGS).items()
             for arm, attention in which.attention.items()
         ]
@@ -104,7 +101,7 @@ class WhyBehind(Figure):
         """The training and the validation text in documents of at most `SHORT_DOCUMENT` tokens."""
         most = SHORT_DOCUMENT // 8 if quick else SHORT_DOCUMENT
         for source, name in (("train", SHORT_TEXT), ("valid", SHORT_VALIDATION)):
-            _cut(IndexedDataset(corpus.find(source)), folder / name, most)
+            write_short(corpus, source, folder / name, most)
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Losses of each arm, and their distance from the full attention of its setting."""
@@ -114,7 +111,7 @@ class WhyBehind(Figure):
             row = [setting, arm, keys_text(own[0])]
             for value, cells in (
                 (validation_loss, _losses(results, setting)),
-                (_trailing, _trailing_losses(results, setting)),
+                (_trailing, trailing_cells(results, setting)),
             ):
                 known = [value(result) for result in own]
                 row += [f"{statistics.mean(known):.4f}" if math.isfinite(known[0]) else "–", *above(cells, arm, "full")]
@@ -133,15 +130,15 @@ class WhyBehind(Figure):
                 gaps.setdefault(result["name"], []).append(validation_loss(result) - base)
         for place, (name, values) in enumerate(gaps.items()):
             colour = GREEN if "window" in name else MOBA
-            axes.plot([min(values), max(values)], [place] * 2, color=colour, alpha=0.2, lw=8, solid_capstyle="butt")
-            axes.plot(statistics.mean(values), place, "o", color=colour)
+            spread(axes, values, place, colour)
         axes.set_yticks(range(len(gaps)), list(gaps))
         axes.invert_yaxis()
         axes.axvline(0, color=INK, lw=0.8)
         axes.set_xlabel("validation loss above full attention in the same setting, nats")
 
 
-def _arm(name: str, seed: int, setting: Setting, attention: Mapping[str, Any], quick: bool) -> Arm:
+def build_arm(name: str, seed: int, setting: Setting, attention: Mapping[str, Any], quick: bool) -> Arm:
+    """An arm `SETTING-NAME` with this attention."""
     seq_len, tokens, batch = (QUICK_SEQ_LEN, 4096, 2048) if quick else (SEQ_LEN, TOKENS, batch_tokens(SEQ_LEN))
     evaluation: dict[str, Any] = {"sequences": 2 if quick else 256}
     if not setting.short:  # samples inside one document
@@ -160,18 +157,6 @@ def _arm(name: str, seed: int, setting: Setting, attention: Mapping[str, Any], q
 def _blend(share: float, short: str, whole: str) -> list[dict[str, Any]]:
     sources = [{"path": short, "weight": share}, {"path": whole, "weight": round(1 - share, 3)}]
     return [source for source in sources if source["weight"]]
-
-
-def _cut(source: IndexedDataset, prefix: Path, most: int) -> None:
-    """Write the text of `source` in documents of at most `most` tokens, unless it is there."""
-    if corpus_file(prefix, "idx").exists():
-        return
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with IndexedDatasetWriter(prefix, source.dtype) as writer:
-        for document in range(source.documents):
-            length = int(source.document_lengths[document])
-            for start, stop in pairwise([*range(0, length, most), length]):
-                writer.add_document(source.document(document, start, stop))
 
 
 def _setting_and_arm(result: Result) -> tuple[str, str]:
@@ -199,7 +184,8 @@ def _losses(results: Sequence[Result], setting: str) -> list[Cell]:
     ]
 
 
-def _trailing_losses(results: Sequence[Result], setting: str) -> list[Cell]:
+def trailing_cells(results: Sequence[Result], setting: str) -> list[Cell]:
+    """Trailing losses of the arms of a setting, by their names in it."""
     own = [result for result in results if _setting_and_arm(result)[0] == setting and math.isfinite(_trailing(result))]
     return [
         Cell(
@@ -220,7 +206,7 @@ def _verdicts(results: Sequence[Result]) -> list[Verdict]:
     for setting, within, words in (("short", 0.005, "of at most 1K tokens"), ("mixed", 0.02, "80 % of them so short")):
         claim = f"In documents {words}, MoBA 512/3's validation loss is within {within} of full attention's"
         found += compare(_losses(results, setting)).judge(claim, gap, -within, within)
-    long = compare(_trailing_losses(results, "long"))
+    long = compare(trailing_cells(results, "long"))
     for ours, theirs, words in (
         ("moba", "window1280", "MoBA 512/3 has a lower trailing loss than a window of as many keys"),
         ("blocks128", "window1472", "MoBA 128/12 has a lower trailing loss than a window of as many keys"),
@@ -234,7 +220,7 @@ def _verdicts(results: Sequence[Result]) -> list[Verdict]:
 
 def _gaps(results: Sequence[Result], setting: str) -> list[Cell]:
     """MoBA's trailing loss above full attention's, for each seed that has both."""
-    losses = {(cell.arm, cell.block): cell.value for cell in _trailing_losses(results, setting)}
+    losses = {(cell.arm, cell.block): cell.value for cell in trailing_cells(results, setting)}
     return [
         Cell(setting, block, loss - losses["full", block])
         for (arm, block), loss in losses.items()

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # Extends a published model, SmolLM2-135M-Instruct, from 8K to 32K tokens with MoBA: docs/how-to/import-export.md.
 #
-#   bash launch/smollm2.sh prepare|train|finish|retrieval|signal|split|gates
+#   bash launch/smollm2.sh prepare|train|finish|retrieval|signal|split|gates|sparsify
 #
 # `gates` distils the gates of the kinds seer and msa from the published model: docs/reference/attention-kinds.md.
 # `signal` asks why MoBA's gate would find needles in the published model: docs/how-to/evaluate.md.
 # `split` says what sparse attention costs by its budget and by its gate, at 8K as published and at 32K as trained.
+# `sparsify` makes the model sparse at 32K, next to full attention: benchmarks/measured/sparsify.md.
 # `prepare` needs the network but no GPU; copy runs/smollm2 if the GPU is on another machine.
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 case "${1:-}" in
-    prepare | train | finish | retrieval | signal | split | gates) ;;
+    prepare | train | finish | retrieval | signal | split | gates | sparsify) ;;
     --help) usage; exit ;;
-    *) refuse "given '${1:-}'; allowed: prepare, train, finish, retrieval, signal, split, gates" ;;
+    *) refuse "given '${1:-}'; allowed: prepare, train, finish, retrieval, signal, split, gates, sparsify" ;;
 esac
 [ $# -le 1 ] || refuse "given '$2' after $1; allowed: nothing more"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -61,6 +62,11 @@ split)
         evaluation.oracle.sequences=8 "evaluation.oracle.lengths=[4K, 8K]" evaluation.oracle.samples=4
     "$PYTHON" -m moba_train.tools.cli eval "$folder/run" "${common[@]}" --seq-len 32K --output "$folder/split-32k" \
         evaluation.oracle.sequences=3 "evaluation.oracle.lengths=[16K, 32K]" evaluation.oracle.samples=1
+    ;;
+sparsify)
+    "$PYTHON" -m moba_train.tools.cli sparsify "$folder/hf" --data "$folder/data/train" --validation "$folder/data/valid" \
+        --length 32K --budget 4K --tokens 15M --lr 5.0e-4 --seeds 3 --equal-seconds --output "$folder/sparse" \
+        evaluation.needle.samples=8
     ;;
 gates)
     "$PYTHON" -m benchmarks.gate_distillation --runs "$folder/gates" --output "$folder/gates.json"

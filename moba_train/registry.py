@@ -124,8 +124,7 @@ def _left_out(entry: EntryPoint) -> bool:
     """True if the entry is of a folder of ours that this copy of the package does not have."""
     if not entry.module.startswith(_OURS):
         return False
-    folder = ".".join(entry.module.split(".")[:2])
-    return find_spec(folder) is None
+    return find_spec(".".join(entry.module.split(".")[:2])) is None
 
 
 def _package(entry: EntryPoint) -> str:

@@ -65,8 +65,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
     def read() -> bytes:
         with open_regular(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            return stream.read(min(size, limit) + 1)
+            return stream.read(min(os.fstat(stream.fileno()).st_size, limit) + 1)
 
     try:
         content = retried(read)

@@ -85,8 +85,7 @@ class OpenSection(Section):
     @classmethod
     def fields(cls) -> dict[str, FieldInfo]:
         """The section's own keys, and one for each member. Imports all members."""
-        own = super().fields()
-        return own | {name: cls._member_field(name) for name in cls._open_names()}
+        return super().fields() | {name: cls._member_field(name) for name in cls._open_names()}
 
     @classmethod
     def _open_names(cls) -> list[str]:

@@ -1,27 +1,39 @@
 """The objective `distill`: sparse attention learns from full attention on the same weights.
 
-The teacher is the model itself, with full attention in every layer and without gradient, at the same step and on the
-same tokens (RTPurbo, arXiv:2605.16928; SSA): no second model is kept. For each token that carries loss,
+No second model is kept. One of two things is compared:
 
-    (1 - weight) CE + weight tau^2 KL(softmax(z_full / tau) || softmax(z_sparse / tau))
+- `on: logits` (RTPurbo, arXiv:2605.16928). The teacher is the model itself, with full attention in every layer and
+  without gradient, at the same step and on the same tokens. For each token that carries loss,
 
-is minimised, by the weights of the cross entropy. Of the teacher only the last hidden state of these tokens is kept;
-logits of both exist for a chunk of tokens at a time.
+      (1 - weight) CE + weight tau^2 KL(softmax(z_full / tau) || softmax(z_sparse / tau))
 
-Shape suffixes: n tokens that carry loss or a chunk of them, D hidden size, V vocabulary.
+  is minimised, by the weights of the cross entropy. Of the teacher only the last hidden state of these tokens is kept;
+  logits of both exist for a chunk of tokens at a time.
+- `on: attention` (as SSA aligns outputs, from sparse to full). In each sparse layer the output is compared with that of
+  full attention on the same input, without gradient: CE + weight * mean over layers of |sparse - full|^2 / |full|^2.
+
+With `full_every` a share of the steps trains with full attention, as in SSA: keys that no query selects get gradients.
+
+Shape suffixes: n tokens that carry loss or a chunk of them, T tokens of this rank, D hidden size, V vocabulary, H query
+heads, d head width.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, TwoSublayers
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+from moba_train.config.parallel import ParallelConfig
+from moba_train.mechanisms.gates.distilled_gate import DistilledGate
 from moba_train.model.build import build_attention
 from moba_train.model.feed_forward import count_tokens
 from moba_train.model.loss import LossTokens
@@ -31,40 +43,92 @@ from moba_train.model.transformer import Transformer
 
 class DistillOptions(Section):
     """Self-distillation: the stage's attention learns from full attention on the same weights, in addition to the
-    labels. Costs another forward pass, with full attention, which plans and MFU do not count."""
+    labels. Costs full attention once more, forward, which plans and MFU do not count."""
 
-    teacher: Literal["full"] = Field("full", description="the same step's weights, with full attention in all layers")
-    loss: Literal["kl"] = Field("kl", description="KL divergence of the teacher's distribution from the student's")
-    on: Literal["logits"] = Field("logits", description="what is compared: the distributions over the vocabulary")
-    weight: float = Field(0.5, gt=0, le=1, description="share of the divergence; the cross entropy has the rest")
-    temperature: float = Field(1.0, gt=0, le=100, description="divides the logits of both")
+    teacher: Literal["full", "full_and_windows"] = Field(
+        "full",
+        description="the same step's weights, with full attention in all layers; full_and_windows: layers of kind "
+        "window keep theirs, as in models that have both",
+    )
+    loss: Literal["kl"] = Field(
+        "kl", description="on logits: KL divergence of the teacher's distribution from the student's"
+    )
+    on: Literal["logits", "attention"] = Field(
+        "logits",
+        description="what is compared: logits: the distributions over the vocabulary; attention: each sparse layer's "
+        "output with full attention's on the same input, by its relative squared error, which needs parallel.tp 1",
+    )
+    weight: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="on logits: share of the divergence, of which the cross entropy has the rest; on attention: factor "
+        "on the error, which is added",
+    )
+    temperature: float = Field(1.0, gt=0, le=100, description="on logits: divides the logits of both")
     every: int = Field(1, ge=1, description="steps of which one distils, counted over the run; others learn labels")
+    full_every: int | None = Field(
+        None,
+        ge=2,
+        description="steps of which one trains with full attention in all layers and learns labels, so that keys that "
+        "no query selects get gradients; gates with a warm-up learn in it as there; null: none",
+    )
 
 
 class Distillation(Objective):
-    """Self-distillation of one stage. Logs `cross_entropy` and `distillation`, the divergence, in nats per token; the
-    loss of a step is what is minimised."""
+    """Self-distillation of one stage. On logits logs `cross_entropy` and `distillation`, the divergence, in nats per
+    token; on attention the error is part of the layers' auxiliary losses. The loss of a step is what is minimised."""
 
     Options = DistillOptions
 
     def __init__(self, options: DistillOptions) -> None:
         self._options = options
         self._due = False
+        self._full = False
         self._sums: Tensor | None = None
         """Cross entropy and divergence of this rank's loss tokens in the step so far, [2]."""
+        self._own: tuple[Transformer, list[AttentionKind]] | None = None
+        """The model and its own attention while a step runs with another one."""
+        self._made: list[AttentionKind] = []
+        """The other attention, the same objects in all steps: torch.compile compiles once for each."""
+        self._made_full: list[AttentionKind] = []
+        """That of steps with full attention."""
+
+    @classmethod
+    def problems(cls, options: DistillOptions, parallel: ParallelConfig) -> list[str]:
+        """A pipeline, and outputs of attention whose heads are on several ranks."""
+        if parallel.pp > 1:
+            return [f": given with parallel.pp {parallel.pp}; allowed: with pp 1"]
+        if options.on == "attention" and parallel.tp > 1:
+            return [f".on: given 'attention' with parallel.tp {parallel.tp}; allowed: with tp 1"]
+        return []
 
     def begin_step(self, step: int) -> None:
         """Forget the step before."""
-        self._due = step % self._options.every == 0
+        self._restore()
+        full_every = self._options.full_every
+        self._full = full_every is not None and step % full_every == 0
+        self._due = not self._full and step % self._options.every == 0
         self._sums = None
 
     def prepare(self, model: Transformer, loss_tokens: LossTokens, *inputs: Any) -> tuple[Tensor, ...]:
-        """The teacher's last hidden states [n, D]; nothing in evaluations, and in steps that do not distil."""
-        if not (self._due and torch.is_grad_enabled()):
+        """The teacher's last hidden states [n, D]; nothing in evaluations, in steps that do not distil, and where
+        outputs of attention are compared."""
+        if not torch.is_grad_enabled() or not (self._due or self._full):
+            return ()
+        if self._own is not None:  # not the step's first micro-batch
             return ()
         own = model.attention_kinds()
-        full = LayerAttention("full", FullAttention.Options())
-        model.set_attention(build_attention([full] * model.config.layers, model.config.head_width))
+        if self._full:
+            self._made_full = self._made_full or _each(own, self._full_step)
+            self._own = model, own
+            model.set_attention(self._made_full)
+            return ()
+        self._made = self._made or self._others(own)
+        model.set_attention(self._made)
+        if self._options.on == "attention":
+            self._own = model, own
+            return ()
         count_tokens(model, None)  # experts count the student's choices alone
         try:
             with torch.no_grad():
@@ -93,10 +157,79 @@ class Distillation(Objective):
         return (1 - share) * entropy + share * tau**2 * divergence
 
     def measured(self) -> dict[str, Tensor]:
-        """Cross entropy and divergence of a step that distils; nothing of others."""
+        """Cross entropy and divergence of a step that compares logits; nothing of others."""
+        self._restore()  # not before: the backward pass may compute blocks again
         if not self._due:
             return {}
         self._due = False  # until the next step begins: evaluations between steps have no teacher
+        if self._options.on == "attention":
+            return {}
         assert self._sums is not None
         dist.all_reduce(self._sums)
         return dict(zip(("cross_entropy", "distillation"), self._sums, strict=True))
+
+    def _teacher(self, kind: AttentionKind) -> AttentionKind:
+        """The teacher's attention in a layer of this kind."""
+        if kind.name == "window" and self._options.teacher == "full_and_windows":
+            return kind
+        return build_attention([LayerAttention("full", FullAttention.Options())], kind.head_dim)[0]
+
+    def _full_step(self, kind: AttentionKind) -> AttentionKind:
+        """The teacher's attention; a gate with a warm-up learns from it."""
+        if isinstance(kind, DistilledGate):
+            return type(kind)(kind.gate_options.model_copy(update={"mode": "warmup"}), kind.head_dim)
+        return self._teacher(kind)
+
+    def _others(self, own: Sequence[AttentionKind]) -> list[AttentionKind]:
+        """Kinds of a step that distils: the teacher's or, on attention, the own ones, of which those that differ from
+        the teacher's and have one sublayer learn its output."""
+        teacher = _each(own, self._teacher)
+        if self._options.on == "logits":
+            return teacher
+        differs = {kind for kind, other in zip(own, teacher, strict=True) if kind.name != other.name}
+        learning = differs - {kind for kind in own if isinstance(kind, TwoSublayers)}
+        factor = self._options.weight / max(1, sum(kind in learning for kind in own))
+        return _each(own, lambda kind: ComparedKind(kind, self._teacher(kind), factor) if kind in learning else kind)
+
+    def _restore(self) -> None:
+        """Give the model its own attention again."""
+        if self._own is not None:
+            model, kinds = self._own
+            model.set_attention(kinds)
+            self._own = None
+        self._full = False
+
+
+def _each(kinds: Sequence[AttentionKind], make: Callable[[AttentionKind], AttentionKind]) -> list[AttentionKind]:
+    """Other kinds for these; layers that share one share the other."""
+    made = {kind: make(kind) for kind in dict.fromkeys(kinds)}
+    return [made[kind] for kind in kinds]
+
+
+class ComparedKind(AttentionKind):
+    """A layer's kind, whose output also learns full attention's on the same input; not registered."""
+
+    Options = DistillOptions
+
+    def __init__(self, own: AttentionKind, teacher: AttentionKind, factor: float) -> None:
+        super().__init__(own.options, own.head_dim)
+        self.name = own.name  # type: ignore[misc]  # by which the layer finds the parameters of its kind
+        self.attentions = own.attentions
+        self.facts = own.facts
+        self._own = own
+        self._teacher = teacher
+        self._factor = factor
+
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+        """The own output, and the own auxiliary loss with the error, of each token."""
+        out_THd, auxiliary_T = self._own.mix(layer, parameters)
+        with torch.no_grad():
+            target_THd = self._teacher.mix(layer, None)[0].float()
+        error_T = (out_THd.float() - target_THd).square().sum((1, 2))
+        # A padding token's values may be 0.
+        error_T = self._factor * error_T / target_THd.square().sum((1, 2)).clamp(min=1e-12)
+        return out_THd, error_T if auxiliary_T is None else auxiliary_T + error_T
+
+    def costs(self, model: ModelConfig) -> KindCosts:
+        """Costs of the own kind."""
+        return self._own.costs(model)

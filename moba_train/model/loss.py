@@ -112,8 +112,7 @@ def weighted_loss_sum(
 
 def _chunks(vocab_size: int, *by_row: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The chunks of tensors with a value for each row; an empty one where there are no rows."""
-    rows = chunk_tokens(vocab_size)
-    return zip(*(x.split(rows) for x in by_row), strict=True)
+    return zip(*(x.split(chunk_tokens(vocab_size)) for x in by_row), strict=True)
 
 
 class _LossSum(torch.autograd.Function):

@@ -19,6 +19,11 @@ class Objective(ABC):
 
     Options: ClassVar[type[Section]]
 
+    @classmethod
+    @abstractmethod
+    def problems(cls, options: Any, parallel: Any) -> list[str]:
+        """Problems with the section `parallel`, each begun with a key's end: `.on: given ...; allowed: ...`."""
+
     @abstractmethod
     def begin_step(self, step: int) -> None:
         """Called before the forward passes of a step, counted over the run from 1; again if the step runs again."""

@@ -63,8 +63,7 @@ class Transformer(nn.Module):
 
     def loss(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> LossSums:
         """Weighted sums of the losses of the rows in `loss_tokens`, with gradient."""
-        objective = self.objective
-        prepared = () if objective is None else objective.prepare(self, loss_tokens, tokens_T, positions_T, layout)
+        prepared = self.objective.prepare(self, loss_tokens, tokens_T, positions_T, layout) if self.objective else ()
         hidden_TD, auxiliary = self.hidden(tokens_T, positions_T, layout)
         loss = self.loss_sum(hidden_TD, loss_tokens, prepared)
         return LossSums(loss, auxiliary_sums(auxiliary, loss_tokens))

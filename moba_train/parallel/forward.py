@@ -81,5 +81,4 @@ def most_likely_tokens(model: Transformer, batch: Batch) -> Tensor:
     """The most likely next token at each token in `batch.loss_index`, int64 [n]."""
     update_weight_scales(model)
     _, rows_n, _ = batch.loss_on
-    logits_nV = model(batch.tokens, batch.positions, batch.layout, rows_n)
-    return logits_nV.float().argmax(-1)
+    return model(batch.tokens, batch.positions, batch.layout, rows_n).float().argmax(-1)

@@ -26,7 +26,7 @@ from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.spec import is_trainable
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
 from moba_train.parallel.fsdp import norm_problem
-from moba_train.registry import FEED_FORWARDS
+from moba_train.registry import FEED_FORWARDS, OBJECTIVES
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import corpus_problems, length_problems, tokenizer_problems, vocabulary_problems
 from moba_train.resolve.evaluations import (
@@ -70,7 +70,7 @@ def part_problems(
         *_model_problems(model),
         *_rope_problems(model.rope, model.layers, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
-        *_objective_problems(config.stages, parallel.pp),
+        *_objective_problems(config.stages, parallel),
         *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
         *_precision_problems(config.precision, parallel, config.compile, here, device),
         *_norm_problems(config.norm_implementation, parallel.tp, here),
@@ -367,11 +367,12 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
             yield f"stages[{index}].name: given {stage.name!r}, which logs write for a number; allowed: another name"
 
 
-def _objective_problems(stages: Sequence[StageConfig], pp: int) -> Iterator[str]:
-    for index, names in enumerate([*stage.objectives] for stage in stages):
-        if len(names) > 1 or (names and pp > 1):
-            given = f"stages[{index}].{' and '.join(names)}: given with parallel.pp {pp}"
-            yield f"{given}; allowed: one objective, with pp 1"
+def _objective_problems(stages: Sequence[StageConfig], parallel: ParallelConfig) -> Iterator[str]:
+    for index, stage in enumerate(stages):
+        if len(stage.objectives) > 1:
+            yield f"stages[{index}].{' and '.join(stage.objectives)}: given together; allowed: one objective"
+        for name, options in stage.objectives.items():
+            yield from (f"stages[{index}].{name}{text}" for text in OBJECTIVES[name].problems(options, parallel))
 
 
 def _schedule_problems(run_schedule: ScheduleConfig, stages: Sequence[StageConfig], batch_tokens: int) -> Iterator[str]:

@@ -19,6 +19,7 @@ from moba_train.tools.cli_options import (
 )
 from moba_train.tools.eval_commands import evaluate, generate, lm_eval, profile_spans
 from moba_train.tools.launch.command import launch
+from moba_train.tools.sparsify.command import sparsify
 
 app = command_group("Distributed long-context pretraining with MoBA.")
 
@@ -295,6 +296,7 @@ def fit_scaling(
         typer.echo(f"written: {path}")
 
 
+app.command()(sparsify)
 app.command(name="eval")(evaluate)
 app.command()(lm_eval)
 app.command()(profile_spans)

@@ -1,41 +1,70 @@
 """Choice of the layers that stay full in a model whose other layers are sparse, by measurement instead of by position.
 
-Each layer is switched alone: with all others sparse, what the loss gains when it is full; with all others full, what it
-loses when it is sparse. The layers that gain most are chosen and measured together, as are the last ones, which MoBA's
-authors chose. Gains need not add up: layers may do each other's work.
+Each layer is switched alone (as LoZA does): with all others sparse, what the loss gains when it is full; with all
+others full, what it loses when it is sparse. Other candidates are the layers whose probability lies outside the
+selection, those whose heads copy a needle (RTPurbo, arXiv:2605.16928), equal steps, and the last ones, which MoBA's
+authors chose. Each candidate's layers are then measured together, as gains need not add up: layers may do each other's
+work.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import numpy as np
+import yaml
 from pydantic import Field
 
 from moba_train.attention.full import FullAttention
 from moba_train.config.attention import LayerAttention
-from moba_train.config.base import MOST_SAMPLES, Length, Section
+from moba_train.config.base import MOST_SAMPLES, Length
 from moba_train.config.stages import Stage
 from moba_train.data.long_documents import LongDocumentSamples
+from moba_train.data.samples import Sample
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting, Layers
-from moba_train.evals.position_wise import PositionWise, PositionWiseLoss, position_wise_loss
+from moba_train.evals.position_wise import (
+    PositionWise,
+    PositionWiseLoss,
+    SamplesOfOneLength,
+    position_wise_loss,
+)
 from moba_train.mechanisms.probes.gate_probe import GateProbe, GateProbeConfig
+from moba_train.mechanisms.probes.head_reach import Budget, Look, head_reach
+from moba_train.mechanisms.window import WindowKind
+from moba_train.tools.needle.answers import Question, answer_sample, padded_length
+from moba_train.tools.needle.haystack import stage_lengths
+from moba_train.tools.needle.needle import NeedleTexts, text_problems
+from moba_train.tools.needle.options import HiddenNeedles
 
 
-class FullLayersConfig(Section):
+class FullLayersConfig(HiddenNeedles):
     """Layers that should stay full, chosen by loss. See docs/how-to/evaluate.md."""
 
     count: int = Field(3, ge=1, description="layers to choose")
     bucket: Length = Field(2048, description="last tokens of a sequence whose loss counts; divides the seq_len")
     sequences: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of long documents")
     queries: int = Field(256, ge=1, description="queries of one sequence for the probability outside the selection")
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
+    switch: list[Literal["full", "sparse"]] = Field(
+        ["full", "sparse"],
+        description="how each layer is tried alone; full: all others are sparse; sparse: all others are full, which is "
+        "much the quicker with a slow kind such as oracle",
+    )
+    windows: int = Field(
+        0,
+        ge=0,
+        description="layers, those with the least probability outside, that get a window and the first block instead "
+        "of the sparse kind, as many keys together as that attends to",
+    )
+    by: Literal["loss", "needle"] = Field(
+        "loss",
+        description="loss that decides: of the last tokens of long documents, or of needles' answers, of the longest "
+        "length; which needs data.tokenizer",
     )
 
 
 class FullLayers(Evaluation[FullLayersConfig]):
-    """Trailing loss with each layer switched alone, and the `full_layers` that follow."""
+    """Loss with each layer switched alone and with each candidate, and the `full_layers` that follow."""
 
     name = "full_layers"
     Options = FullLayersConfig
@@ -52,6 +81,10 @@ class FullLayers(Evaluation[FullLayersConfig]):
         )
         if not len(self._samples):
             self.missing = f"data.validation has no document longer than the stage's {seq_len} tokens"
+        self._questions: list[Question] = []
+        if options.by == "needle":
+            length = max(stage_lengths(options, setting.stage), default=seq_len)
+            self._questions = NeedleTexts(options, setting, self.key).questions(length)
 
     @classmethod
     def default_options(cls, setting: EvaluationSetting) -> FullLayersConfig:
@@ -61,7 +94,8 @@ class FullLayers(Evaluation[FullLayersConfig]):
 
     @classmethod
     def problems(cls, options: FullLayersConfig, setting: EvaluationSetting) -> Iterator[str]:
-        """No documents, a bucket that does not divide the length, and more layers than the model has."""
+        """No documents, a bucket that does not divide the length, more layers than the model has, and texts that cannot
+        be made."""
         if not setting.validation:
             yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
         stage = setting.stage
@@ -71,6 +105,8 @@ class FullLayers(Evaluation[FullLayersConfig]):
             yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}"
         if options.count >= layers:
             yield f"{cls.key}.count: given {options.count}; allowed: fewer than the model's {layers} layers"
+        if options.by == "needle":
+            yield from text_problems(options, setting, cls.key)
 
     @classmethod
     def pipeline_problem(cls, options: FullLayersConfig) -> tuple[str, str]:
@@ -83,68 +119,272 @@ class FullLayers(Evaluation[FullLayersConfig]):
         return 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
-        """`full_layers_loss`: with the chosen layers full and all others sparse."""
+        """`full_layers_loss`: trailing loss with the chosen layers full and all others sparse."""
         own = context.attentions[context.own]
-        sparse = next((layer for layer in own if layer.kind != "full"), None)
+        # A window stays what it is.
+        open_layers = [layer for layer, attention in enumerate(own) if attention.kind != "window"]
+        sparse = next((layer for layer in own if layer.kind not in ("full", "window")), None)
+        count = self._options.count
         if sparse is None:
             raise DataError(f"{self.key}: all layers have full attention; give attention.default=moba, for example")
-        count = self._options.count
-        layers = range(len(own))
-
-        def with_full_in(chosen: Sequence[int]) -> Layers:
-            full = LayerAttention("full", FullAttention.Options())
-            return tuple(full if layer in chosen else sparse for layer in layers)
-
-        alone = {f"only {layer} full": with_full_in([layer]) for layer in layers}
-        others = {f"only {layer} sparse": with_full_in([at for at in layers if at != layer]) for layer in layers}
-        ends = {"sparse": with_full_in([]), "full": with_full_in(layers)}
-        losses = self._losses(context, {**ends, **alone, **others})
-        gains = [losses["sparse"].above(losses[f"only {layer} full"]) for layer in layers]
-        costs = [losses[f"only {layer} sparse"].above(losses["full"]) for layer in layers]
-        chosen = sorted(sorted(layers, key=lambda layer: -gains[layer].trailing)[:count])
-        last = [*layers][-count:]
-        losses |= self._losses(context, {"chosen": with_full_in(chosen), "last": with_full_in(last)})
-        probed = self._probe.run(replace(context, attentions={"sparse": ends["sparse"]})).data["layers"]
-        outside = {layer["layer"]: 1 - layer["mass_recall"] for layer in probed}
+        if count >= len(open_layers):
+            raise DataError(
+                f"{self.key}.count: given {count}; allowed: fewer than the {len(open_layers)} without a window"
+            )
+        model = _Switched(own, open_layers, sparse)
+        ends = {"sparse": model.full_in([]), "full": model.full_in(open_layers)}
+        alone = {
+            f"only {layer} {how}": model.full_in([layer] if how == "full" else {*open_layers} - {layer})
+            for how in self._options.switch
+            for layer in open_layers
+        }
+        found = self._measured(context, {**ends, **alone})
+        groups = self._reach(context, sparse)
+        seen = replace(context, attentions={"sparse": ends["sparse"]})
+        selected = {one["layer"]: 1 - one["mass_recall"] for one in self._probe.run(seen).data["layers"]}
         rows = [
             {
                 "layer": layer,
-                "gain": gains[layer].trailing,
-                "gain_error": gains[layer].trailing_error,
-                "cost": costs[layer].trailing,
-                "cost_error": costs[layer].trailing_error,
-                "mass_outside": outside.get(layer),
+                "gain": found["sparse"].above(one) if (one := found.get(f"only {layer} full")) else None,
+                "cost": one.above(found["full"]) if (one := found.get(f"only {layer} sparse")) else None,
+                "mass_outside": selected.get(layer, _mean(groups[layer], "outside")),
+                "copy": max(group["copy"] for group in groups[layer]) if self._questions else None,
+                "groups": groups[layer],
             }
-            for layer in layers
+            for layer in open_layers
         ]
-        trailing = {name: losses[name].trailing for name in ("sparse", "full", "chosen", "last")}
-        fragment = yaml_fragment(chosen, count, trailing, rows)
-        message = f"full_layers {chosen}: trailing loss {trailing['chosen']:.4f}, last:{count} {trailing['last']:.4f}"
-        data = {"attention": context.own, "chosen": chosen, "losses": trailing, "layers": rows, "yaml": fragment}
+        chosen_by = self._candidates(rows)
+        together = self._measured(context, {str(layers): model.full_in(layers) for layers in chosen_by.values()})
+        found |= {name: together[str(layers)] for name, layers in chosen_by.items()}
+        best = min(chosen_by, key=lambda name: found[name].deciding.trailing)
+        overrides: dict[int, dict[str, Any]] = {}
+        if self._options.windows:
+            rest = [layer for layer in open_layers if layer not in chosen_by[best]]
+            rest.sort(key=lambda layer: _mean(groups[layer], "outside_window"))
+            size, topk = self._budget(sparse)
+            window = {"window": (topk - 1) * size, "sinks": size}
+            overrides = {layer: {"kind": "window", **window} for layer in sorted(rest[: self._options.windows])}
+            layers = model.full_in(
+                chosen_by[best], {*overrides}, LayerAttention("window", WindowKind.Options(**window))
+            )
+            found |= self._measured(context, {"windows": layers})
         context.restore_attention()
-        table = [f"{context.own}, the layers that stay full:", *fragment, message]
-        return EvaluationResult({"full_layers_loss": trailing["chosen"]}, message, table, data)
+        return self._result(context, found, chosen_by, best, rows, overrides)
 
-    def _losses(self, context: EvaluationContext, attentions: Mapping[str, Layers]) -> dict[str, PositionWiseLoss]:
-        """Loss by position with each of these attentions."""
+    def _candidates(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+        """Layers to compare, by what they are chosen by."""
+        count = self._options.count
+        layers = [row["layer"] for row in rows]
+
+        def most(value: Any) -> list[int]:
+            return sorted(row["layer"] for row in sorted(rows, key=value, reverse=True)[:count])
+
+        found = {
+            name: most(lambda row, name=name: row[name].deciding.trailing)
+            for name, how in (("gain", "full"), ("cost", "sparse"))
+            if how in self._options.switch
+        }
+        found |= {
+            "mass_outside": most(lambda row: row["mass_outside"]),
+            "spread": [layers[place] for place in np.linspace(0, len(layers) - 1, count + 2).round().astype(int)[1:-1]],
+            "last": layers[-count:],
+        }
+        return found | ({"copy": most(lambda row: row["copy"])} if self._questions else {})
+
+    def _result(
+        self,
+        context: EvaluationContext,
+        found: Mapping[str, "_Losses"],
+        chosen_by: Mapping[str, list[int]],
+        best: str,
+        rows: Sequence[Mapping[str, Any]],
+        overrides: Mapping[int, Mapping[str, Any]],
+    ) -> EvaluationResult:
+        chosen = chosen_by[best]
+        shown = {"sparse": [], "full": [row["layer"] for row in rows], **chosen_by}
+        shown |= {"windows": chosen} if overrides else {}
+        candidates = [{"name": name, "layers": layers, **found[name].to_json()} for name, layers in shown.items()]
+        plain = [{**row, **_told("gain", row["gain"]), **_told("cost", row["cost"])} for row in rows]
+        fragment = yaml_fragment(chosen, best, candidates, plain, overrides)
+        losses = {name: found[name].trailing.trailing for name in ("sparse", "full", "last")}
+        losses["chosen"] = found[best].trailing.trailing
+        message = (
+            f"full_layers {chosen}, by {best}: trailing loss {losses['chosen']:.4f}, "
+            f"last:{len(chosen)} {losses['last']:.4f}"
+        )
+        data = {
+            "attention": context.own,
+            "by": self._options.by,
+            "chosen": chosen,
+            "losses": losses,
+            "candidates": candidates,
+            "layers": plain,
+            "yaml": fragment,
+        }
+        table = [f"{context.own}, the layers that stay full:", *fragment, message]
+        return EvaluationResult({"full_layers_loss": losses["chosen"]}, message, table, data)
+
+    def _measured(self, context: EvaluationContext, attentions: Mapping[str, Layers]) -> dict[str, "_Losses"]:
+        """Losses with each of these attentions."""
         trying = replace(context, attentions=dict(attentions))
-        arguments = context.model, self._samples, self._options.bucket, context.data_shard, context.device
-        return {name: position_wise_loss(*arguments, context.between_batches) for name in trying.each_attention()}
+        answers = self._answers(context)
+
+        def loss(samples: SamplesOfOneLength, bucket: int) -> PositionWiseLoss:
+            arguments = context.model, samples, bucket, context.data_shard, context.device
+            return position_wise_loss(*arguments, context.between_batches)
+
+        return {
+            name: _Losses(
+                loss(self._samples, self._options.bucket),
+                loss(answers, answers.seq_len) if len(answers) else None,
+            )
+            for name in trying.each_attention()
+        }
+
+    def _answers(self, context: EvaluationContext) -> "_Answers":
+        """The questions, as samples of one length."""
+        longest = max((len(question.tokens) for question in self._questions), default=0)
+        return _Answers(self._questions, padded_length(longest, context.data_shard))
+
+    def _budget(self, sparse: LayerAttention) -> Budget:
+        """Keys that the kind attends to; a quarter of the sequence for one without blocks."""
+        options = sparse.options.model_dump()
+        return Budget(options.get("block_size", max(1, self._samples.seq_len // 64)), options.get("topk", 16))
+
+    def _reach(self, context: EvaluationContext, sparse: LayerAttention) -> list[list[dict[str, float]]]:
+        """Means over the heads of each group, by layer, with full attention: probability outside the best blocks of the
+        kind's budget, outside a window of as many keys, and, at needles' answers, the most that a head gives the token
+        to copy."""
+        config = context.model.config
+        seq_len = self._samples.seq_len
+        budget = self._budget(sparse)
+        count = min(self._options.queries, seq_len // 2)
+        tokens = np.linspace(seq_len // 2, seq_len - 1, count).astype(int).tolist()
+        texts = [Look(self._samples.sample(index), tokens, []) for index in range(len(self._samples))]
+        answers = self._answers(context)
+        asked = [
+            Look(answers.sample(index), [place - 1 for place in one.places], one.sources)
+            for index, one in enumerate(self._questions)
+        ]
+        outside, window, _ = head_reach(context, texts, budget).swapaxes(0, 1)
+        copied = head_reach(context, asked, budget)[:, 2]
+        shape = (config.layers, config.kv_heads, -1)
+        by_group = [outside.reshape(shape).mean(-1), window.reshape(shape).mean(-1), copied.reshape(shape).max(-1)]
+        names = ("outside", "outside_window", "copy")
+        return [
+            [dict(zip(names, map(float, group), strict=True)) for group in zip(*layer, strict=True)]
+            for layer in zip(*by_group, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _Switched:
+    """The model's layers, of which some can be switched between full and sparse attention."""
+
+    own: Layers
+    switched: Sequence[int]
+    sparse: LayerAttention
+
+    def full_in(
+        self, chosen: Collection[int], others: Collection[int] = (), other: LayerAttention | None = None
+    ) -> Layers:
+        """Full attention in the `chosen` layers, `other` in `others`, sparse attention in the rest."""
+        full = LayerAttention("full", FullAttention.Options())
+
+        def attention(layer: int) -> LayerAttention:
+            if layer not in self.switched:
+                return self.own[layer]
+            if other is not None and layer in others:
+                return other
+            return full if layer in chosen else self.sparse
+
+        return tuple(map(attention, range(len(self.own))))
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """Losses with one attention, or their differences between two."""
+
+    trailing: PositionWiseLoss
+    answers: PositionWiseLoss | None
+
+    @property
+    def deciding(self) -> PositionWiseLoss:
+        """The loss that layers are chosen by."""
+        return self.answers or self.trailing
+
+    def above(self, other: "_Losses") -> "_Losses":
+        """Difference on the same samples."""
+        answers = None if self.answers is None or other.answers is None else self.answers.above(other.answers)
+        return _Losses(self.trailing.above(other.trailing), answers)
+
+    def to_json(self) -> dict[str, float | None]:
+        """Means and standard errors."""
+        answers = self.answers
+        return {
+            "trailing": self.trailing.trailing,
+            "trailing_error": self.trailing.trailing_error,
+            "answers": None if answers is None else answers.trailing,
+            "answers_error": None if answers is None else answers.trailing_error,
+        }
+
+
+class _Answers:
+    """Questions as samples whose mean loss over all tokens is the mean loss of their answers' tokens."""
+
+    def __init__(self, questions: Sequence[Question], length: int) -> None:
+        self._questions = questions
+        self.seq_len = length
+
+    def __len__(self) -> int:
+        return len(self._questions)
+
+    def sample(self, index: int) -> Sample:
+        """Question `index`."""
+        question = self._questions[index]
+        found = answer_sample(question, self.seq_len)
+        return replace(found, loss_weight=found.loss_weight * np.float32(self.seq_len / len(question.places)))
+
+
+def _told(name: str, difference: _Losses | None) -> dict[str, float | None]:
+    """A difference of the loss that decides, and its standard error; None if it was not measured."""
+    if difference is None:
+        return {name: None, f"{name}_error": None}
+    loss = difference.deciding
+    return {name: loss.trailing, f"{name}_error": loss.trailing_error}
+
+
+def _mean(groups: Sequence[Mapping[str, float]], key: str) -> float:
+    return sum(group[key] for group in groups) / len(groups)
 
 
 def yaml_fragment(
-    chosen: Sequence[int], count: int, losses: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
+    chosen: Sequence[int],
+    best: str,
+    candidates: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+    overrides: Mapping[int, Mapping[str, Any]],
 ) -> list[str]:
     """Lines of a recipe that keep these layers full, with what was measured beside them."""
-    lines = [
-        "attention:",
-        f"  full_layers: {[*chosen]}",
-        f"  # trailing loss {losses['chosen']:.4f}; with last:{count} {losses['last']:.4f}, all sparse "
-        f"{losses['sparse']:.4f}, all full {losses['full']:.4f}",
-        "  # layer  gain if it alone is full  loss if it alone is sparse  probability outside the selection",
-    ]
+    lines = ["attention:", f"  full_layers: {[*chosen]}"]
+    lines += [f"  overrides: {yaml.safe_dump(dict(overrides), default_flow_style=True, width=1000).strip()}"] * bool(
+        overrides
+    )
+    lines.append(f"  # chosen by {best}; all others sparse, or with a window in the line of that name:")
+    for one in candidates:
+        answers = "" if one["answers"] is None else f", of needles' answers {one['answers']:.4f}"
+        layers = "all" if one["name"] == "full" else one["layers"]
+        lines.append(f"  #   {one['name']:<12} {layers}: trailing loss {one['trailing']:.4f}{answers}")
+    lines.append("  # layer  gain if it alone is full  loss if it alone is sparse  probability outside the selection")
     for row in rows:
-        outside = "–" if row["mass_outside"] is None else f"{row['mass_outside']:.3f}"
-        gain, cost = (f"{row[name]:+.4f} ± {row[f'{name}_error']:.4f}" for name in ("gain", "cost"))
-        lines.append(f"  # {row['layer']:>5}  {gain:>24}  {cost:>26}  {outside:>33}")
+        gain, cost = (
+            "–" if row[name] is None else f"{row[name]:+.4f} ± {row[f'{name}_error']:.4f}" for name in ("gain", "cost")
+        )
+        lines.append(f"  # {row['layer']:>5}  {gain:>24}  {cost:>26}  {row['mass_outside']:>33.3f}")
+    lines.append(
+        "  # groups of heads: probability outside the best blocks / outside a window; most of a needle's token"
+    )
+    for row in rows:
+        cells = [f"{one['outside']:.3f} / {one['outside_window']:.3f}; {one['copy']:.3f}" for one in row["groups"]]
+        lines.append(f"  # {row['layer']:>5}  {'   '.join(cells)}")
     return lines

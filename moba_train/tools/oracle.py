@@ -1,7 +1,7 @@
 """Cost of sparse attention on given weights, split into three errors by the attentions they are measured with.
 
 - budget: with the ideal selection (mechanisms/oracle.py), less with full attention: what no selector could avoid;
-- selector: with MoBA's gate, less with the ideal selection of the same number of blocks: where the gate errs;
+- selector: with the stage's own selection, if it has these sizes, else with MoBA's gate, less with the ideal one;
 - weights: full attention on these weights, less full attention on weights that were trained with it (`dense`).
 
 Layers of full attention in the stage's own attention have it in all of these.
@@ -180,6 +180,8 @@ class Oracle(Evaluation[OracleConfig]):
             sparse = set(range(len(own)))
         else:
             sparse = {layer for layer, attention in enumerate(own) if attention.kind != "full"}
+        selecting = next((layer for layer in own if layer.kind not in ("full", "moba", "window")), None)
+        sizes = None if selecting is None else selecting.options.model_dump()
         moba = next((layer.options for layer in own if layer.kind == "moba"), MobaAttention.Options())
 
         def in_sparse(kind: str, options: Any) -> Layers:
@@ -189,7 +191,9 @@ class Oracle(Evaluation[OracleConfig]):
         found = {"full": with_full(own)["full"], name_of(own): own}
         for budget in self._options.budgets:
             found[f"oracle {label_of(budget)}"] = in_sparse("oracle", budget)
-            if budget.block_size > 1:
+            if sizes is not None and (sizes.get("block_size"), sizes.get("topk")) == (budget.block_size, budget.topk):
+                found[f"gate {label_of(budget)}"] = own
+            elif budget.block_size > 1:
                 found[f"gate {label_of(budget)}"] = in_sparse("moba", moba.model_copy(update=budget.model_dump()))
         return found
 

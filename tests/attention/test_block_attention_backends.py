@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moba_train.attention import moba
 from moba_train.attention.kernels import block_attention, composed, table
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common import reference
@@ -30,7 +31,7 @@ def a_gpu_with_triton_and_flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         table, "this_machine", lambda device: machine if device.type == "cuda" else table.Machine("cpu")
     )
     monkeypatch.setattr(block_attention, "_backend", lambda name: name)
-    monkeypatch.setattr("moba_train.attention.moba.moba_local._triton", lambda: "triton")
+    monkeypatch.setattr(moba, "gate_kernels", "triton", raising=False)
     monkeypatch.setattr(composed, "refuses", lambda *call: "")
     block_attention._log_once.cache_clear()
     table._selection_problem.cache_clear()

@@ -391,7 +391,7 @@ def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path: Pa
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_selection_fits(head_dim: int, count: int, levels: int, grouped: bool, tmp_path: Path) -> None:
     slots = triton.next_power_of_2(count)
-    constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "HISTORY": count, "KEPT": slots}
+    constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "LOCAL": 0, "G": 4, "HISTORY": count, "KEPT": slots}
     constants |= {"D": head_dim, "M": 64, "N": 64}
     for kernel, more in (
         (gate_kernels._select, {"LEVELS": levels}),

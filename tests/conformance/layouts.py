@@ -58,6 +58,7 @@ ATTENTION: list[tuple[str, dict[str, Any]]] = [
     ("moa", {"alpha": [4, -20, 6, 9], "beta": [0.0, 0.6, 0.3, 1.0], "sink_tokens": 3, "block_size": 4}),
     ("infllm_v2", {"block_size": 8, "topk": 4, "local_blocks": 2, "window": 4, "stride": 2, "dense_len": 1}),
     ("moba_v05", {"block_size": 4, "topk": 3}),
+    ("moba_window", {"block_size": 4, "topk": 2, "window": 8}),
     ("seer", {"block_size": 4, "topk": 3, "gate_dim": 6, "train_gate": True, "kl_weight": 0.5}),
     ("seer", {"block_size": 4, "topk": 3, "gate_dim": 6, "mode": "warmup"}),
     ("msa", {"block_size": 4, "topk": 3, "index_dim": 6, "train_gate": True, "kl_weight": 0.5}),

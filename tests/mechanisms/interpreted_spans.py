@@ -10,6 +10,7 @@ from moba_train.attention.kernels.common import call
 from moba_train.attention.layout import Layout
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from moba_train.mechanisms.moa.moa_kind import SpanAttention
+from moba_train.mechanisms.moba_window import MobaWindowAttention
 from tests.attention.helpers import ranges
 from tests.attention.kernel_checks import assert_results, exact, inputs, layout_of, run, run_in_parts
 from tests.attention.quick_interpreter import quicken
@@ -62,3 +63,34 @@ def test_local_and_selected_blocks_share_one_softmax_from_shard_to_shard(monkeyp
 def test_local_and_selected_blocks_may_be_long() -> None:
     attention, tensors, layout = infllm_v2([480, 10], 1, dense_len=200, block_size=192, local_blocks=1)
     assert_selected_and_local(attention, tensors, layout, *run(attention, tensors, layout))
+
+
+def moba_window(backend: str, **options: Any) -> MobaWindowAttention:
+    """MoBA with a window, for heads of 64."""
+    return MobaWindowAttention(MobaWindowAttention.Options(backend=backend, **options), 64, section="")
+
+
+@pytest.mark.parametrize("block_size", [64, 192])
+def test_every_head_selects_blocks_before_a_window(block_size: int) -> None:
+    lengths = [5 * block_size, 0, 1, 70]
+    tensors, layout = inputs(lengths, 2, 1, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+    attention = moba_window("triton", block_size=block_size, topk=2, window=block_size)
+    last = layout.total - 50
+    found, _ = run_in_parts(attention, tensors, layout, [ranges((0, 37), (last, layout.total)), ranges((37, last))])
+    whole, selection = run(attention, tensors, layout)
+    assert_results(found, whole)
+    selected = attention.select_blocks(tensors[0], attention.summarize(tensors[1], layout), layout)
+    assert (selected >= 0).sum() > (selection[0] >= 0).sum() > 0
+    assert_results(whole, exact(tensors, layout, selected, block_size, attention.scale))
+
+
+@pytest.mark.parametrize("topk", [3, 19])
+@pytest.mark.parametrize("window", [64, 512, 3200])
+def test_the_candidates_end_before_the_window(topk: int, window: int) -> None:
+    """Both kernels that select, also for queries whose window begins before their document."""
+    options: dict[str, Any] = {"block_size": 64, "topk": topk, "window": window, "always": ("current", "first")}
+    lengths = [1500, 0, 3, 100]
+    tensors, layout = inputs(lengths, 2, 1, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+    ours, plain = (moba_window(backend, **options) for backend in ("triton", "reference"))
+    summaries = plain.summarize(tensors[1], layout)
+    assert torch.equal(*(one.select_blocks(tensors[0], summaries, layout) for one in (ours, plain)))

@@ -63,6 +63,7 @@ KIND_CASES: dict[str, list[dict[str, object]]] = {
         {"block_size": 4, "topk": 3, "merge": "softmax"},
     ],
     "moba_v05": [{"block_size": 4, "topk": 3}],
+    "moba_window": [{"block_size": 4, "topk": 2, "window": 8}],
 }
 """Options of every registered kind that is offered by the unit."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import packed_layout
+from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
@@ -23,12 +24,14 @@ from moba_train.data.samples import StageData
 from moba_train.errors import ConfigError
 from moba_train.mechanisms import distillation
 from moba_train.mechanisms.distillation import Distillation, DistillOptions
+from moba_train.mechanisms.gates.msa import MsaKind
 from moba_train.model import loss
-from moba_train.model.build import build_attention, initialize_weights
-from moba_train.model.transformer import Transformer
+from moba_train.model.block import Block
+from moba_train.model.build import build_attention, build_model, initialize_weights
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients
 from moba_train.parallel.world import World, joined_world, sum_over_ranks
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.run.step import StepLosses
 from tests.attention.helpers import labelled
 from tests.gradients import full_gradient, gradient
@@ -37,31 +40,45 @@ from tests.run.test_sft_grid import GRID, LOSS_AT, VOCAB, config_of, write_conve
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
 
-OPTIONS = {"weight": 0.7, "temperature": 2.0}
-CASES: list[dict[str, int]] = [GRID[0], GRID[1], GRID[3], GRID[5], {"cp": 1, "seq_len": 64, "micro": 1, "tp": 2}]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "logits": {"weight": 0.7, "temperature": 2.0},
+    "attention": {"on": "attention", "weight": 0.7},
+    "gate": {},
+}
+"""Options of the objective; `gate`: none, but a gate learns in its warm-up, by the auxiliary loss."""
+UNEVEN = [GRID[1], GRID[3], GRID[5]]
+CASES: list[tuple[str, dict[str, int]]] = [
+    *(("logits", case) for case in [GRID[0], *UNEVEN, {"cp": 1, "seq_len": 64, "micro": 1, "tp": 2}]),
+    *(("attention", case) for case in UNEVEN),
+    *(("gate", case) for case in UNEVEN),
+]
 """On four ranks; the documents with loss are few, so that ranks and micro-batches have unequal numbers of loss tokens,
 and some have none."""
 
 
-def distilling(case: dict[str, int]) -> RunConfig:
+def distilling(on: str, case: dict[str, int]) -> RunConfig:
     config = config_of(case).model_dump(mode="json")
     config["model"]["init_std"] = 0.3  # so that full and sparse attention differ
-    config["stages"][0]["distill"] = OPTIONS
+    if OPTIONS[on]:
+        config["stages"][0]["distill"] = OPTIONS[on]
+    else:
+        config["attention"] |= {"default": "msa", "msa": {"block_size": 8, "topk": 2, "mode": "warmup"}}
     if "tp" in case:
         config["parallel"] |= {"tp": case["tp"]}
     return RunConfig.model_validate(config)
 
 
-def one_step(case: dict[str, int], prefix: str, world: World) -> dict[str, Tensor]:
+def one_step(on: str, case: dict[str, int], prefix: str, world: World, **options: Any) -> dict[str, Tensor]:
     """One step's losses and gradients, from the files on, as the trainer forms them."""
-    config = distilling(case)
+    config = distilling(on, case)
     (stage,) = stages_of(config)
     dims = ParallelDims(mesh_sizes(config.parallel.model_copy(update={"cp": case["cp"]}), world.size), world)
     model = sharded_of(config, dims)
     model.set_attention(build_attention(stage.attention, config.model.head_width))
-    options = stage.objective[1] if stage.objective is not None else None
-    assert isinstance(options, DistillOptions)
-    model.objective = Distillation(options)
+    if stage.objective is not None:
+        assert isinstance(stage.objective[1], DistillOptions)
+        model.objective = Distillation(stage.objective[1].model_copy(update=options))
+    own = model.attention_kinds()
     shard = shard_of(config, stage, dims)
     if shard.engine:
         model.set_engines([shard.engine] * 2)
@@ -71,18 +88,22 @@ def one_step(case: dict[str, int], prefix: str, world: World) -> dict[str, Tenso
     batches = [shard.shard_batch(batch) for batch in loaded]
     (weight,) = sum_over_ranks([sum(batch.loss_weight_sum for batch in batches)])
     losses = StepLosses(world.device)
-    model.objective.begin_step(1)
+    if model.objective is not None:
+        model.objective.begin_step(2)
     for sums in accumulate_gradients(model, batches, weight):
         losses.add(sums)
     losses.all_reduce()
     gradients = {name: full_gradient(parameter) for name, parameter in model.named_parameters()}
-    return {"loss": losses.loss, **model.objective.measured(), **gradients}
+    measured = {} if model.objective is None else model.objective.measured()
+    assert model.attention_kinds() == own
+    auxiliary = {} if losses.auxiliary is None else {"auxiliary": losses.auxiliary.sum()}
+    return {"loss": losses.loss, **measured, **auxiliary, **gradients}
 
 
 def all_steps(prefix: str, output: str) -> None:
     """Work of one rank: all cases."""
     with joined_world(timedelta(seconds=60)) as world:
-        found = [one_step(case, prefix, world) for case in CASES]
+        found = [one_step(on, case, prefix, world) for on, case in CASES]
         if world.is_main:
             torch.save(found, output)
 
@@ -102,16 +123,24 @@ def results(prefix: str, ranks: Ranks) -> list[dict[str, Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def expected(prefix: str) -> dict[str, Tensor]:
-    """By definition: each conversation alone through the model twice, with both attentions; all logits at once."""
-    config = distilling(GRID[0])
-    (stage,) = stages_of(config)
-    model = Transformer(config.model)
+def expected(prefix: str) -> dict[str, dict[str, Tensor]]:
+    """By definition: each conversation alone through the model, with both attentions; all logits at once."""
+    return {on: by_definition(on, prefix) for on in OPTIONS}
+
+
+def by_definition(on: str, prefix: str) -> dict[str, Tensor]:
+    config = distilling(on, GRID[0])
+    run = resolve_unchecked(config)
+    model = build_model(run.setup.spec)
     initialize_weights(model, config.seed)
     full = [LayerAttention("full", FullAttention.Options())] * 2
     corpus = IndexedDataset(prefix)
     entropies = []
-    divergences = []
+    others = []
+    outputs: list[Tensor] = []
+    first = model.blocks[0]
+    assert isinstance(first, Block)
+    first.attention.o_proj.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0]))
     for document, places in LOSS_AT.items():
         rows = torch.tensor([place for place in places if place > 0], dtype=torch.int64)
         if not len(rows):
@@ -121,31 +150,94 @@ def expected(prefix: str) -> dict[str, Tensor]:
         model.set_attention(build_attention(full, config.model.head_width))
         with torch.no_grad():
             teacher = (model(*inputs)[rows - 1] / 2).softmax(-1)
-        model.set_attention(build_attention(stage.attention, config.model.head_width))
-        logits = model(*inputs)[rows - 1]
+        model.set_attention(build_attention(run.stages[0].attention, config.model.head_width))
+        hidden, auxiliary = model.hidden(*inputs)
+        logits = model.logits(hidden)[rows - 1]
         entropies.append(F.cross_entropy(logits, tokens[rows], reduction="none"))
-        divergences.append((teacher * (teacher.log() - (logits / 2).log_softmax(-1))).sum(-1))
+        if on == "logits":
+            others.append((teacher * (teacher.log() - (logits / 2).log_softmax(-1))).sum(-1))
+        elif on == "attention":  # of the first layer, whose input is the same; the second one is full
+            target, own = (one[rows - 1] for one in outputs[-2:])
+            others.append((own - target).square().sum(-1) / target.square().sum(-1))
+        else:
+            assert auxiliary[0] is not None
+            others.append(auxiliary[0][rows - 1])
     entropy = torch.cat(entropies).mean()
-    divergence = torch.cat(divergences).mean()
-    total = 0.3 * entropy + 0.7 * 4 * divergence
+    other = torch.cat(others).mean()
+    total = {"logits": 0.3 * entropy + 0.7 * 4 * other, "attention": entropy + 0.7 * other, "gate": entropy + other}[on]
     total.backward()
     gradients = {name: gradient(parameter) for name, parameter in model.named_parameters()}
-    measured = {"cross_entropy": entropy.detach(), "distillation": divergence.detach()}
-    return {"loss": total.detach(), **measured, **gradients}
+    if on == "logits":
+        told = {"loss": total, "cross_entropy": entropy, "distillation": other}
+    else:
+        told = {"loss": entropy, "auxiliary": 0.7 * other if on == "attention" else other}
+    return {name: value.detach() for name, value in told.items()} | gradients
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: "-".join(f"{k}{v}" for k, v in CASES[n].items()))
+@pytest.mark.parametrize(
+    "number",
+    range(len(CASES)),
+    ids=lambda n: "-".join([CASES[n][0], *(f"{key}{value}" for key, value in CASES[n][1].items())]),
+)
 def test_loss_and_gradients_are_those_of_the_definition(
-    number: int, results: list[dict[str, Tensor]], expected: dict[str, Tensor]
+    number: int, results: list[dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]
 ) -> None:
-    assert expected["distillation"] > 1e-3
-    assert results[number].keys() == expected.keys()
-    for name, value in expected.items():
+    wanted = expected[CASES[number][0]]
+    assert wanted.get("distillation", wanted.get("auxiliary", torch.zeros(()))) > 1e-3
+    assert results[number].keys() == wanted.keys()
+    for name, value in wanted.items():
         torch.testing.assert_close(results[number][name], value, rtol=1e-4, atol=1e-6, msg=labelled(name))
 
 
+def gradients_of(config: RunConfig, prefix: str) -> dict[str, Tensor]:
+    """Gradients of the cross entropy with the recipe's attention, each conversation alone."""
+    run = resolve_unchecked(config)
+    model = build_model(run.setup.spec)
+    initialize_weights(model, config.seed)
+    model.set_attention(build_attention(run.stages[0].attention, config.model.head_width))
+    corpus = IndexedDataset(prefix)
+    losses = []
+    for document, places in LOSS_AT.items():
+        tokens = torch.from_numpy(corpus.document(document).astype(np.int64))
+        rows = torch.tensor([place for place in places if place > 0], dtype=torch.int64)
+        logits = model(tokens, torch.arange(len(tokens)), packed_layout([len(tokens)]))[rows - 1]
+        losses.append(F.cross_entropy(logits, tokens[rows], reduction="none"))
+    torch.cat(losses).mean().backward()
+    return {name: gradient(parameter) for name, parameter in model.named_parameters()}
+
+
+def test_a_share_of_the_steps_trains_with_full_attention(alone: World, prefix: str) -> None:
+    """The gradients are those of full attention's cross entropy, and differ from the sparse ones."""
+    case = {"cp": 1, "seq_len": 64, "micro": 4}
+    full_step = one_step("logits", case, prefix, alone, full_every=2)
+    assert "distillation" not in full_step
+    config = distilling("logits", case).model_dump(mode="json")
+    config["attention"] = {"default": "full"}
+    plain = gradients_of(RunConfig.model_validate(config), prefix)
+    sparse = one_step("logits", case, prefix, alone)
+    for name, value in plain.items():
+        torch.testing.assert_close(full_step[name], value, rtol=1e-4, atol=1e-6, msg=labelled(name))
+    name = "blocks.0.attention.k_proj.weight"
+    assert not torch.allclose(full_step[name], sparse[name], rtol=1e-2)
+
+
+def test_a_gate_learns_in_a_step_with_full_attention(alone: World, prefix: str) -> None:
+    objective = Distillation(DistillOptions(full_every=2))
+    kind = build_attention([LayerAttention("msa", MsaKind.Options(block_size=8, topk=2))], 4)[0]
+    (warm,) = [objective._full_step(kind)]
+    assert isinstance(warm, MsaKind)
+    assert warm.gate_options.mode == "warmup"
+    assert warm.facts.learns
+
+
+def test_windows_of_the_model_are_the_teachers_where_it_is_asked_for() -> None:
+    window = build_attention([LayerAttention("window", KINDS["window"].Options())], 4)[0]
+    assert Distillation(DistillOptions(teacher="full_and_windows"))._teacher(window) is window
+    assert Distillation(DistillOptions())._teacher(window).name == "full"
+
+
 def test_logits_exist_for_a_chunk_of_tokens_at_a_time(
-    alone: World, prefix: str, expected: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    alone: World, prefix: str, expected: dict[str, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
     of_chunk = Distillation.of_chunk
@@ -156,10 +248,10 @@ def test_logits_exist_for_a_chunk_of_tokens_at_a_time(
 
     monkeypatch.setattr(loss, "chunk_tokens", lambda vocab_size: 2)
     monkeypatch.setattr(Distillation, "of_chunk", counted)
-    found = one_step({"cp": 1, "seq_len": 64, "micro": 4}, prefix, alone)
+    found = one_step("logits", {"cp": 1, "seq_len": 64, "micro": 4}, prefix, alone)
     assert max(rows) == 2
     assert len(rows) > 3
-    for name, value in expected.items():
+    for name, value in expected["logits"].items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=labelled(name))
 
 
@@ -167,14 +259,14 @@ def test_experts_count_the_students_choices_alone(alone: World, prefix: str, mon
     """Nothing is counted while the teacher computes, and the micro-batch's loss tokens again afterwards."""
     counted: list[Any] = []
     monkeypatch.setattr(distillation, "count_tokens", lambda model, loss_tokens: counted.append(loss_tokens))
-    one_step({"cp": 1, "seq_len": 64, "micro": 4}, prefix, alone)
+    one_step("logits", {"cp": 1, "seq_len": 64, "micro": 4}, prefix, alone)
     before, (_, rows, _) = counted
     assert before is None
     assert len(rows) > 3
 
 
 def distilled_run(run: Run, **options: Any) -> Run:
-    run.recipe["stages"][1] |= {"distill": {"weight": 0.5, "every": 2, **options}}
+    run.recipe["stages"][1] |= {"distill": {"weight": 0.5, "every": 2, "full_every": 3, **options}}
     run.recipe["checkpoint"] = {"every": 3, "keep_last": 10}
     return run
 
@@ -190,8 +282,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
 
 def test_the_log_has_both_losses_of_the_steps_that_distil(finished: Run) -> None:
     records = finished.records()
-    assert ["distillation" in record for record in records] == [False] * 6 + [step % 2 == 0 for step in range(7, 13)]
-    for record in records[7::2]:
+    assert ["distillation" in record for record in records] == [False] * 7 + [True, False, True, False, False]
+    for record in (records[7], records[9]):
         mixed = 0.5 * record["cross_entropy"] + 0.5 * record["distillation"]
         assert record["loss"] == pytest.approx(mixed, rel=1e-5)
         assert record["distillation"] > 0
@@ -214,13 +306,25 @@ def test_a_recipe_says_it_back(finished: Run) -> None:
         "weight": 0.5,
         "temperature": 1.0,
         "every": 2,
+        "full_every": 3,
     }
 
 
-def test_a_pipeline_is_refused_by_name() -> None:
-    config = distilling(GRID[0]).model_dump(mode="json")
-    config["parallel"] |= {"pp": 2}
-    with pytest.raises(ConfigError, match=r"stages\[0\]\.distill: given with parallel\.pp 2; allowed: .* pp 1"):
+@pytest.mark.parametrize(
+    ("on", "ranks", "problem"),
+    [
+        ("logits", {"pp": 2}, r"stages\[0\]\.distill: given with parallel\.pp 2; allowed: .* pp 1"),
+        (
+            "attention",
+            {"tp": 2},
+            r"stages\[0\]\.distill\.on: given 'attention' with parallel\.tp 2; allowed: with tp 1",
+        ),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_by_name(on: str, ranks: dict[str, int], problem: str) -> None:
+    config = distilling(on, GRID[0]).model_dump(mode="json")
+    config["parallel"] |= ranks
+    with pytest.raises(ConfigError, match=problem):
         check(RunConfig.model_validate(config))
 
 

@@ -1,6 +1,8 @@
-"""A run that goes from full attention to InfLLM-V2: resumed inside the sparse stage, planned, exported."""
+"""A run that goes from full attention to InfLLM-V2 or to MoBA with a window: resumed inside the sparse stage, planned,
+exported."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,18 +19,23 @@ from tests.run.tiny_run import Run, assert_same_tensors
 SIZES = {"block_size": 16, "topk": 3, "local_blocks": 1, "window": 8, "stride": 4, "dense_len": 32}
 
 
-def sparse(run: Run, folder: Path) -> Run:
-    """The run in this folder, its second stage with infllm_v2 in all layers."""
+def sparse(run: Run, folder: Path, kind: str = "infllm_v2", options: dict[str, Any] = SIZES) -> Run:
+    """The run in this folder, its second stage with this kind in all layers."""
     other = Run(folder, run.folder)
     other.folder.mkdir()
-    attention = {"default": "infllm_v2", "infllm_v2": SIZES}
+    attention = {"default": kind, kind: options}
     other.recipe = {**run.recipe, "run_dir": str(folder / "run"), "evaluation": {}, "attention": attention}
     other.recipe |= {"batch_tokens": 256, "stages": [{**stage, "tokens": 2 * 256} for stage in run.recipe["stages"]]}
     return other
 
 
-def test_a_run_resumes_bitwise_inside_the_sparse_stage(run: Run, tmp_path: Path) -> None:
-    whole, stopped = (sparse(run, tmp_path / name) for name in ("whole", "stopped"))
+@pytest.mark.parametrize(
+    ("kind", "options"), [("infllm_v2", SIZES), ("moba_window", {"block_size": 16, "topk": 2, "window": 32})]
+)
+def test_a_run_resumes_bitwise_inside_the_sparse_stage(
+    kind: str, options: dict[str, Any], run: Run, tmp_path: Path
+) -> None:
+    whole, stopped = (sparse(run, tmp_path / name, kind, options) for name in ("whole", "stopped"))
     assert whole.train_here() == 0
     stopped.train_here("--stop-at-step", "3")
     assert stopped.train_here() == 0
@@ -37,8 +44,9 @@ def test_a_run_resumes_bitwise_inside_the_sparse_stage(run: Run, tmp_path: Path)
 
     export_to_hf(open_checkpoint(whole.run_dir), tmp_path / "exported", torch.float32, 2**30)
     config = (tmp_path / "exported" / "config.json").read_text()
-    assert '"kind": "infllm_v2"' in config
-    assert '"dense_len": 32' in config
+    assert f'"kind": "{kind}"' in config
+    name, value = [*options.items()][-1]
+    assert f'"{name}": {value}' in config
 
 
 def test_the_plan_counts_its_flops(run: Run, tmp_path: Path) -> None:

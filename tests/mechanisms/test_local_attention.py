@@ -31,6 +31,7 @@ CASES = [
     pytest.param("moba_v1", {"block_size": 4, "topk": 3}, id="moba_v1"),
     pytest.param("moba_v1", {"block_size": 4, "topk": 3, "merge": "gate"}, id="moba_v1 gate"),
     pytest.param("moba_v1", {"block_size": 4, "topk": 3, "merge": "softmax"}, id="moba_v1 softmax"),
+    pytest.param("moba_window", {"block_size": 4, "topk": 2, "window": 8}, id="moba_window"),
     pytest.param("window", {"window": 5}, id="window"),
     pytest.param("window", {"window": 5, "sinks": 3}, id="window and sinks"),
     pytest.param("window", {"window": 100}, id="window-of-all"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,11 +19,13 @@ from tests.resolved import check
 from tests.tools.questions import context, recipe
 
 LENGTH = 128
+NEEDLE_LENGTH = 192
+"""Tokens that hold a needle and its question."""
 
 
-def asking(texts: Path, **keys: object) -> RunConfig:
+def asking(texts: Path, length: int = LENGTH, **keys: Any) -> RunConfig:
     section = {"count": 1, "bucket": 64, "sequences": 2, "queries": 32} | keys
-    return recipe(texts, LENGTH, {"full_layers": section})
+    return recipe(texts, length, {"full_layers": section})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,10 +55,86 @@ def test_the_layer_that_attends_is_chosen(result: EvaluationResult) -> None:
     losses = result.data["losses"]
     assert losses["sparse"] - losses["full"] == pytest.approx(rows[1]["gain"], abs=1e-6)
     assert (result.data["chosen"] == [1]) == (rows[1]["gain"] > 0)
+    by_cost = next(one["layers"] for one in result.data["candidates"] if one["name"] == "cost")
+    assert (by_cost == [1]) == (rows[1]["cost"] > 0)
 
 
 def test_probability_outside_the_selection_is_told_for_every_layer(result: EvaluationResult) -> None:
     assert all(0 < row["mass_outside"] < 1 for row in result.data["layers"])
+
+
+def test_the_candidate_with_the_lowest_loss_is_chosen_and_the_last_layers_are_one(result: EvaluationResult) -> None:
+    candidates = {one["name"]: one for one in result.data["candidates"]}
+    assert candidates["last"]["layers"] == [2]
+    assert candidates["spread"]["layers"] == [1]
+    measured = {name: one["trailing"] for name, one in candidates.items() if name not in ("sparse", "full")}
+    best = min(measured, key=lambda name: measured[name])
+    assert candidates[best]["layers"] == result.data["chosen"]
+    assert measured[best] == result.data["losses"]["chosen"]
+
+
+def test_heads_that_see_all_tokens_alike_give_each_its_share(texts: Path) -> None:
+    config = asking(texts, NEEDLE_LENGTH, by="needle", samples=1, depths=[30], lengths=[NEEDLE_LENGTH])
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    for name, weight in model.named_parameters():
+        if name.endswith("q_proj.weight"):
+            weight.data.zero_()
+    evaluation = built(FullLayers, config)
+    (question,) = evaluation._questions
+    here = context(config, model)
+    groups = [group for layer in evaluation._reach(here, here.attentions["moba"][0]) for group in layer]
+    assert len(groups) == 3 * 2
+    for group in groups:
+        share = sum(1 / place for place in question.places) / len(question.places)
+        assert group["copy"] == pytest.approx(share, rel=1e-4)
+        # 3 blocks of 16 of the half of a sequence and more: the own one is not complete.
+        assert 0.5 < group["outside"] < 0.8
+        assert group["outside_window"] == pytest.approx(group["outside"], abs=0.1)
+
+
+def test_layers_may_be_switched_one_way_only(texts: Path) -> None:
+    config = asking(texts, switch=["sparse"])
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    data = built(FullLayers, config).run(context(config, model)).data
+    assert [row["gain"] for row in data["layers"]] == [None] * 3
+    assert {one["name"] for one in data["candidates"]} == {"sparse", "full", "cost", "mass_outside", "spread", "last"}
+    assert any("–" in line and "±" in line for line in data["yaml"])
+
+
+def test_layers_that_look_least_far_get_a_window_where_it_is_asked_for(texts: Path) -> None:
+    config = asking(texts, windows=1)
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    data = built(FullLayers, config).run(context(config, model)).data
+    fragment = yaml.safe_load("\n".join(data["yaml"]))["attention"]
+    ((layer, entry),) = fragment["overrides"].items()
+    assert entry == {"kind": "window", "window": 32, "sinks": 16}
+    outside = {
+        row["layer"]: sum(group["outside_window"] for group in row["groups"])
+        for row in data["layers"]
+        if row["layer"] not in data["chosen"]
+    }
+    assert layer == min(outside, key=lambda one: outside[one])
+    (windows,) = (one for one in data["candidates"] if one["name"] == "windows")
+    assert windows["trailing"] != data["losses"]["chosen"]
+    kept = {"attention": config.attention.model_dump(mode="json") | fragment}
+    check(RunConfig.model_validate(config.model_dump(mode="json") | kept))
+
+
+def test_needles_decide_where_they_are_asked_for(texts: Path) -> None:
+    config = asking(texts, NEEDLE_LENGTH, by="needle", samples=1, depths=[30, 70], lengths=[NEEDLE_LENGTH])
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    data = built(FullLayers, config).run(context(config, model)).data
+    candidates = {one["name"]: one for one in data["candidates"]}
+    assert "copy" in candidates
+    by_needle = {name: one["answers"] for name, one in candidates.items() if name not in ("sparse", "full")}
+    assert candidates[min(by_needle, key=lambda name: by_needle[name])]["layers"] == data["chosen"]
+    assert candidates["full"]["answers"] != candidates["sparse"]["answers"]
+    gains = candidates["sparse"]["answers"] - candidates["full"]["answers"]
+    assert gains != candidates["sparse"]["trailing"] - candidates["full"]["trailing"]
 
 
 def test_the_fragment_is_a_recipe_s(result: EvaluationResult) -> None:
@@ -71,6 +150,6 @@ def test_the_fragment_is_a_recipe_s(result: EvaluationResult) -> None:
         ({"bucket": 100}, "evaluation.full_layers.bucket: given 100, which does not divide"),
     ],
 )
-def test_what_cannot_be_is_named(texts: Path, keys: dict[str, object], problem: str) -> None:
+def test_what_cannot_be_is_named(texts: Path, keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check(asking(texts, **keys))

@@ -55,12 +55,13 @@ def select_blocks(
     history_blocks: int,
     select: str,
     always: tuple[str, ...],
+    local: int = 1,
 ) -> Tensor:
     """The history blocks that each query selects: int32 [H, T, C] with C = `history_blocks` <= N, ascending, -1 behind.
 
-    Candidates are the blocks of the query's document before its diagonal block; min(C, candidates) of them are
-    selected. Blocks forced by `always` come first, then the highest gates; of equal gates the lower block id wins, so
-    the selection is deterministic. The diagonal block is always attended to and not listed.
+    Candidates are the blocks of the query's document before the `local` ones up to its own; min(C, candidates) of them
+    are selected. Blocks forced by `always` come first, then the highest gates; of equal gates the lower block id wins,
+    so the selection is deterministic. The diagonal block is always attended to and not listed.
     """
     blocks = block_bound(layout, block_size)
     queries, heads, _ = q_THD.shape
@@ -71,11 +72,11 @@ def select_blocks(
     diagonal_T, first_T = query_blocks(layout, block_size)
     ids_N = torch.arange(blocks, device=q_THD.device)
     for rows in query_chunks(queries, heads * blocks, q_THD.device):
-        diagonal_t1, first_t1 = diagonal_T[rows, None], first_T[rows, None]
-        candidate_tN = (ids_N >= first_t1) & (ids_N < diagonal_t1)
+        end_t1, first_t1 = diagonal_T[rows, None] - (local - 1), first_T[rows, None]
+        candidate_tN = (ids_N >= first_t1) & (ids_N < end_t1)
         forced_tN = torch.zeros_like(candidate_tN)
         if "previous" in always:
-            forced_tN |= ids_N == diagonal_t1 - 1
+            forced_tN |= ids_N == end_t1 - 1
         if "first" in always:
             forced_tN |= ids_N == first_t1
         gates = gate_scores(q_THD[rows], pooled_NKD, select)
@@ -85,7 +86,7 @@ def select_blocks(
         gates = gates.masked_fill(forced_tN & candidate_tN, torch.inf).masked_fill(~candidate_tN, -torch.inf)
         # A stable sort, not `topk`, whose choice among equal gates depends on the device.
         best = gates.sort(dim=-1, descending=True, stable=True).indices[..., :history_blocks]
-        valid = torch.arange(history_blocks, device=q_THD.device) < (diagonal_t1 - first_t1)
+        valid = torch.arange(history_blocks, device=q_THD.device) < (end_t1 - first_t1)
         ordered = torch.where(valid, best, blocks).sort(-1).values
         ordered = torch.where(ordered == blocks, -1, ordered).to(torch.int32)
         selected_HTC[:, rows] = ordered.repeat_interleave(heads // ordered.shape[0], dim=0)

@@ -88,6 +88,7 @@ def select_blocks(
     history_blocks: int,
     select: str,
     always: tuple[str, ...],
+    local: int = 1,
 ) -> Tensor:
     """The history blocks that each query selects, by the rules of `gate.select_blocks`: int32 [H, T, C], ascending, -1
     behind; C = `history_blocks` <= 127."""
@@ -119,6 +120,7 @@ def select_blocks(
         "GROUP": grouped,
         "PREVIOUS": "previous" in always,
         "FIRST": "first" in always,
+        "LOCAL": local - 1,
         "G": heads // kv_heads,
         "HISTORY": history_blocks,
         "KEPT": max(2, 1 << (history_blocks - 1).bit_length()),
@@ -182,8 +184,8 @@ def _keep(key, best1, best2, best3, best4, LEVELS: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "chunk_bits"])
 def _select(
     q, pooled_desc, diagonal, first, selected, marks, tokens, blocks, kv_heads, stride_t, chunk_bits,
-    GROUP: tl.constexpr, PREVIOUS: tl.constexpr, FIRST: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr,
-    KEPT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEVELS: tl.constexpr,
+    GROUP: tl.constexpr, PREVIOUS: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr, G: tl.constexpr,
+    HISTORY: tl.constexpr, KEPT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     # Below every score; and what is left of a bucket when all its levels are drawn, with perhaps more behind.
     EMPTY: tl.constexpr = -0x7FFFFFFF
@@ -194,13 +196,13 @@ def _select(
     kv_head = head if GROUP else head // G
     token = tile * M + tl.arange(0, M)
     ok = token < tokens
-    diagonal_M = tl.load(diagonal + token, mask=ok, other=0)
+    end_M = tl.load(diagonal + token, mask=ok, other=0) - LOCAL
     first_M = tl.load(first + token, mask=ok, other=0)
     lo = tl.min(tl.where(ok, first_M, blocks))
-    chunks = tl.maximum(tl.cdiv(tl.max(diagonal_M) - lo, N), 0)
+    chunks = tl.maximum(tl.cdiv(tl.max(end_M) - lo, N), 0)
     # Chunks in which every block is an unforced candidate of every query of the tile.
     inner = tl.cdiv(tl.max(first_M) + FIRST - lo, N)
-    inner_end = tl.maximum((tl.min(tl.where(ok, diagonal_M, blocks)) - PREVIOUS - lo) // N, inner)
+    inner_end = tl.maximum((tl.min(tl.where(ok, end_M, blocks)) - PREVIOUS - lo) // N, inner)
 
     q_row = q + token.to(tl.int64)[:, None] * stride_t + tl.arange(0, D)[None, :]
     q_MD = None
@@ -223,10 +225,10 @@ def _select(
         key = _chunk_key(s, chunk, chunk_mask)
         forced = FORCED - chunk  # above infinity and NaN, and of two the lower block first
         if PREVIOUS:
-            key = tl.where(block[None, :] == diagonal_M[:, None] - 1, forced, key)
+            key = tl.where(block[None, :] == end_M[:, None] - 1, forced, key)
         if FIRST:
             key = tl.where(block[None, :] == first_M[:, None], forced, key)
-        candidate = (block[None, :] >= first_M[:, None]) & (block[None, :] < diagonal_M[:, None])
+        candidate = (block[None, :] >= first_M[:, None]) & (block[None, :] < end_M[:, None])
         key = tl.where(candidate, key, EMPTY)
         best1, best2, best3, best4 = _keep(key, best1, best2, best3, best4, LEVELS)
 
@@ -264,8 +266,8 @@ def _load_block_keys(pooled, block, lo, hi, kv_heads, kv_head, D: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads"])
 def _select_marked(
     q, pooled, diagonal, first, selected, marks, tokens, blocks, kv_heads, stride_t,
-    ALL: tl.constexpr, GROUP: tl.constexpr, PREVIOUS: tl.constexpr, FIRST: tl.constexpr, G: tl.constexpr,
-    HISTORY: tl.constexpr, KEPT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    ALL: tl.constexpr, GROUP: tl.constexpr, PREVIOUS: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr,
+    G: tl.constexpr, HISTORY: tl.constexpr, KEPT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head that is marked, or with ALL any."""
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -274,13 +276,13 @@ def _select_marked(
     kv_head = head if GROUP else head // G
     token = tile * M + tl.arange(0, M)
     ok = token < tokens
-    diagonal_M = tl.load(diagonal + token, mask=ok, other=0)
+    end_M = tl.load(diagonal + token, mask=ok, other=0) - LOCAL
     first_M = tl.load(first + token, mask=ok, other=0)
     lo = tl.min(tl.where(ok, first_M, blocks))
-    hi = tl.max(diagonal_M)
+    hi = tl.max(end_M)
     # Between these, every block is an unforced candidate of every query of the tile.
     inner_lo = tl.max(first_M) + 1
-    inner_hi = tl.min(tl.where(ok, diagonal_M, blocks)) - 1
+    inner_hi = tl.min(tl.where(ok, end_M, blocks)) - 1
 
     q_row = q + token.to(tl.int64)[:, None] * stride_t + tl.arange(0, D)[None, :]
     if not GROUP:
@@ -307,10 +309,10 @@ def _select_marked(
         if (base < inner_lo) | (base + N > inner_hi):
             s = tl.minimum(tl.maximum(s, -HIGHEST), HIGHEST)
             if PREVIOUS:
-                s = tl.where(block[None, :] == diagonal_M[:, None] - 1, float("inf"), s)
+                s = tl.where(block[None, :] == end_M[:, None] - 1, float("inf"), s)
             if FIRST:
                 s = tl.where(block[None, :] == first_M[:, None], float("inf"), s)
-            candidate = (block[None, :] >= first_M[:, None]) & (block[None, :] < diagonal_M[:, None])
+            candidate = (block[None, :] >= first_M[:, None]) & (block[None, :] < end_M[:, None])
             s = tl.where(candidate, s, float("-inf"))
         else:
             s = tl.maximum(s, -HIGHEST)  # a candidate's gate is above no candidate

@@ -38,6 +38,7 @@ class Selector(Protocol):
         history_blocks: int,
         select: str,
         always: tuple[str, ...],
+        local: int = 1,
     ) -> Tensor:
         """The selected history blocks, int32 [H, T, history_blocks]."""
         ...
@@ -47,14 +48,10 @@ def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, hi
     """The selector for tensors like `x` ([tokens, heads, D]): kernels where they can run and are not refused by the
     backend `wanted`, else plain PyTorch. `composed` has none of its own and takes the kernels."""
     # `triton` is also asked for on a CPU, under Triton's interpreter, for tests.
-    if wanted == "reference" or (wanted != "triton" and not x.is_cuda):
+    plain = wanted == "reference" or (wanted != "triton" and not x.is_cuda)
+    if plain or call_problem(x, layout, block_size, history_blocks):
         return cast(Selector, gate)
-    return cast(Selector, gate) if call_problem(x, layout, block_size, history_blocks) else _triton()
-
-
-def _triton() -> Selector:
-    """The kernels, imported at the first use."""
-    from moba_train.attention.moba import gate_kernels
+    from moba_train.attention.moba import gate_kernels  # Triton is imported where it runs
 
     return cast(Selector, gate_kernels)
 
@@ -166,7 +163,7 @@ class MobaAttention(DenseOrSparse, Gated):
     def _listed(self, layout: Layout) -> int:
         return listed_blocks(self.options.history_blocks, layout, self.block_size)
 
-    def _selection_rule(self, q_THD: Tensor, layout: Layout) -> Callable[[Tensor, Tensor, Layout], Tensor]:
+    def _selection_rule(self, q_THD: Tensor, layout: Layout) -> Callable[..., Tensor]:
         """The selector's `select_blocks` with this attention's sizes and rules."""
         return partial(
             self._selector(q_THD, layout).select_blocks,

@@ -39,8 +39,8 @@ from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradien
 from moba_train.attention.statistics import SOFTMAX, Statistics
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.infllm_v2.local_blocks import LocalBlocks, with_local_blocks
 from moba_train.mechanisms.infllm_v2.scores import BlockScores, WindowSizes, window_means
+from moba_train.mechanisms.local_blocks import LocalBlocks, with_local_blocks
 
 _ENTRIES = 2**25
 """Selected blocks of all query heads that are attended to at once: 128 MiB of ids, and as much of lists."""

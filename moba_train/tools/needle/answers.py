@@ -145,7 +145,12 @@ def padded_length(length: int, data_shard: DataShard) -> int:
 
 
 def answer_batch(question: Question, length: int) -> Batch:
-    """A batch of `length` tokens in which the predictions of the answers' tokens carry loss; the rest is padding."""
+    """`answer_sample` as a batch."""
+    return collate([answer_sample(question, length)])
+
+
+def answer_sample(question: Question, length: int) -> Sample:
+    """A sample of `length` tokens in which the predictions of the answers' tokens carry loss; the rest is padding."""
     tokens = np.zeros(length, dtype=np.int64)
     tokens[: len(question.tokens)] = question.tokens
     labels = np.zeros(length, dtype=np.int64)
@@ -154,7 +159,7 @@ def answer_batch(question: Question, length: int) -> Batch:
     weight[np.array(question.places) - 1] = 1
     padding = length - len(question.tokens)
     lengths = [len(question.tokens), padding] if padding else [length]
-    return collate([Sample(tokens, labels, weight, lengths, [])])
+    return Sample(tokens, labels, weight, lengths, [])
 
 
 @torch.no_grad()

@@ -97,7 +97,12 @@ def test_help_of_the_job_script_is_found_from_another_folder() -> None:
         ),
         ("multinode.sh", ["a.yaml"], {"NODE_RANK": "1"}, "NODE_RANK: given 1; allowed: 0 to NODES - 1, which is 0"),
         ("../.ci/run", ["lint", "type"], {}, "given 'type'; allowed: lint types generated site tests"),
-        ("smollm2.sh", ["tune"], {}, "given 'tune'; allowed: prepare, train, finish, retrieval, signal, split, gates"),
+        (
+            "smollm2.sh",
+            ["tune"],
+            {},
+            "given 'tune'; allowed: prepare, train, finish, retrieval, signal, split, gates, sparsify",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(

@@ -20,7 +20,7 @@ from tests.run.tiny_run import Run
 
 NOT_TRAINED = {"infllm"}
 """Kinds that have no gradient."""
-LARGER_BLOCKS = {"moba_v1", "moba_v05"}
+LARGER_BLOCKS = {"moba_v1", "moba_v05", "moba_window"}
 """Kinds whose default blocks do not fit into the short sequences that are measured on a CPU."""
 
 

@@ -1,4 +1,4 @@
-"""The blocks next to a query, to which InfLLM-V2 attends without a selection, as ids and as one span of keys.
+"""The blocks next to a query, to which a kind attends without a selection, as ids and as one span of keys.
 
 Shape suffixes: T queries, S keys, K heads with a selection of their own, C selected blocks, L local blocks.
 """
@@ -19,7 +19,7 @@ class LocalBlocks:
 
     block_size: int
     count: int
-    dense_len: int
+    dense_len: int = 1
 
     def most(self, layout: Layout) -> int:
         """L: local history blocks of a query at most; from sizes alone, which tracing knows."""

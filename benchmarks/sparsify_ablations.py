@@ -1,0 +1,140 @@
+"""Ablations of `moba-train sparsify`: its sparse arm once more, with one thing changed each time.
+
+    moba-train sparsify runs/smollm2/hf ... --output runs/smollm2/sparse     # first: weights, layers, full attention
+    python -m benchmarks.sparsify_ablations runs/smollm2/sparse --seeds 3 --output sparsify-ablations.json
+    python -m benchmarks.sparsify_ablations runs/smollm2/sparse --list
+
+All arms begin with the same weights and have the same data, tokens and seeds. Runs and evaluations lie in the same
+folder, and what is done is not done again: the same command goes on. Budgets are equal: keys a query.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import save
+from moba_train.config.load import parse_yaml
+from moba_train.tools.sparsify import recipes, steps
+from moba_train.tools.sparsify.page import scores_of
+from moba_train.tools.sparsify.steps import Step
+
+FORCED = ["first", "previous", "current"]
+
+
+def ablations(recipe: dict[str, Any], count: int) -> dict[str, list[str]]:
+    """Overrides of the recipe sparse.yaml, by the arm's name. count: layers that stay full."""
+    kind = recipe["attention"]["default"]
+    own = recipe["attention"][kind]
+    size, topk = own["block_size"], own["topk"]
+    budget = size * topk
+    last = recipe["stages"][-1]
+    distill = f"stages.{len(recipe['stages']) - 1}.distill"
+    tokens = sum(stage["tokens"] for stage in recipe["stages"])
+
+    def moba(block_size: int, **options: Any) -> list[str]:
+        section = {
+            "block_size": block_size,
+            "topk": budget // block_size,
+            "select": "group",
+            "always": FORCED,
+        } | options
+        stages = json.dumps([last | {"tokens": tokens}])  # it has no scorer to warm up
+        return ["attention.default=moba", f"attention.moba={json.dumps(section)}", f"stages={stages}"]
+
+    found = {
+        "no-distillation": [f"{distill}=null"],
+        "attention-distillation": [f"{distill}.on=attention", f"{distill}.weight=1"],
+        "full-steps": [f"{distill}.full_every=4"],
+        "last-layers": [f"attention.full_layers=last:{count}"],
+        "no-full-layers": ["attention.full_layers=none"],
+        "half-blocks": [f"attention.{kind}.block_size={size // 2}", f"attention.{kind}.topk={2 * topk}"],
+        "double-blocks": [f"attention.{kind}.block_size={2 * size}", f"attention.{kind}.topk={topk // 2}"],
+        "moba": moba(64),
+        "moba-512": moba(512),
+        "moba-per-head": moba(64, select="head"),
+        "moba-not-forced": moba(64, always=["current"]),
+        "moba-key-conv": moba(64, key_conv=3),
+    }
+    if len(recipe["stages"]) > 1:
+        found["frozen-scorer"] = [f"attention.{kind}.train_gate=false"]
+        for name, other in (("qsa", 4), ("seer", 64)):
+            section = {"block_size": other, "topk": budget // other}
+            warmup = recipe["stages"][0] | {
+                "attention": {name: {"mode": "warmup"}},
+                "trainable": [f"*.attention.{name}.*"],
+            }
+            stages = json.dumps([warmup, last])
+            found[name] = [f"attention.default={name}", f"attention.{name}={json.dumps(section)}", f"stages={stages}"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="OUTPUT of `moba-train sparsify`, with both arms of each seed")
+    parser.add_argument("--only", nargs="*", help="names of arms; default: all")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--list", action="store_true", help="print the arms with their overrides, and end")
+    parser.add_argument("--output", type=Path, default=Path("sparsify-ablations.json"), help="result file")
+    given = parser.parse_args()
+    arms = arms_of(given.folder)
+    if given.list:
+        for name, overrides in arms.items():
+            print(f"{name}: {' '.join(overrides)}")
+        return
+    run(given.folder, given.only or list(arms), given.seeds, given.output)
+
+
+def arms_of(folder: Path) -> dict[str, list[str]]:
+    """The ablations of the sparse recipe in `folder`."""
+    read = {
+        name: parse_yaml((folder / "recipes" / name).read_text(), name) for name in (recipes.SPARSE, recipes.EVALUATION)
+    }
+    return ablations(read[recipes.SPARSE], read[recipes.EVALUATION]["evaluation"]["full_layers"]["count"])
+
+
+def run(folder: Path, names: Sequence[str], seeds: int, output: Path) -> None:
+    """Train and evaluate these arms, and save their results with those of both arms of the command."""
+    arms: dict[str, list[str]] = {"full": [], "sparse": []} | arms_of(folder)
+    evaluation = parse_yaml((folder / "recipes" / recipes.EVALUATION).read_text(), recipes.EVALUATION)["evaluation"]
+    settings = {"request": parse_yaml((folder / "request.yaml").read_text(), "request.yaml"), "seeds": seeds}
+    results = []
+    for name in ["full", "sparse", *names]:
+        for seed in range(1, seeds + 1):
+            run_dir = folder / "runs" / f"{name}-{seed}"
+            recipe = str(folder / "recipes" / (recipes.FULL if name == "full" else recipes.SPARSE))
+            train = Step(
+                f"train {name} {seed}", ["train", recipe, f"seed={seed}", f"run_dir={run_dir}", *arms[name]], run_dir
+            )
+            asked = steps.evaluation_of(run_dir.name, folder, evaluation, f"full-{seed}")
+            steps.run_steps([train, asked], {}, folder, steps.run_here, print)
+            found = steps.training(run_dir / "metrics.jsonl") | scores_of(steps.read_json(asked.result))
+            results.append({"name": name, "seed": seed, "overrides": arms[name], **found})
+            save(output, settings, results)
+    for line in table(results):
+        print(line)
+
+
+def table(results: Sequence[dict[str, Any]]) -> list[str]:
+    """What each arm loses against full attention: means over seeds."""
+    means = {
+        name: {
+            key: statistics.mean(one[key] for one in results if one["name"] == name)
+            for key in ("trailing", "needle", "ruler", "train_s")
+        }
+        for name in dict.fromkeys(one["name"] for one in results)
+    }
+    full = means["full"]
+    lines = [f"{'arm':<24}{'trailing':>12}{'needle':>12}{'RULER':>12}{'seconds':>12}"]
+    for name, one in means.items():
+        lines.append(
+            f"{name:<24}{one['trailing'] - full['trailing']:>+12.4f}{one['needle'] - full['needle']:>+12.3f}"
+            f"{one['ruler'] - full['ruler']:>+12.3f}{one['train_s']:>12.1f}"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

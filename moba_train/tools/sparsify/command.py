@@ -1,0 +1,107 @@
+"""`moba-train sparsify`: its options, and the plan that `--dry-run` prints."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moba_train.tools.cli_options import check_output_folder, parse_budget, parse_length
+
+
+def sparsify(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="a Hugging Face folder, a run folder or a checkpoint")],
+    data: Annotated[list[str], typer.Option(metavar="CORPUS", help="corpus to train on; may be given several times")],
+    validation: Annotated[
+        list[str], typer.Option(metavar="CORPUS", help="corpus of held-out documents longer than --length")
+    ],
+    length: Annotated[
+        int, typer.Option(parser=parse_length, metavar="TOKENS", help="of a sequence in training and evaluation")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY.PATH=VALUE]...",
+            help="laid over the recipes: attention.* and stages.* over the sparse arm's, evaluation.* over the "
+            "evaluations, others over all",
+        ),
+    ] = None,
+    budget: Annotated[
+        int, typer.Option(parser=parse_length, metavar="KEYS", help="keys that a query attends to, in sparse layers")
+    ] = 4096,
+    tokens: Annotated[
+        int,
+        typer.Option(parser=parse_budget, metavar="TOKENS", help="training tokens of each arm, all stages together"),
+    ] = 15_000_000,
+    kind: Annotated[
+        str, typer.Option(help="attention kind that selects: msa, qsa, seer, moba or another with blocks")
+    ] = "msa",
+    block_size: Annotated[
+        int | None, typer.Option(parser=parse_length, metavar="TOKENS", help="default: the kind's; 64 for moba")
+    ] = None,
+    full_layers: Annotated[
+        int | None, typer.Option(min=1, help="layers that stay full; default: 3, at most a quarter of all")
+    ] = None,
+    lr: Annotated[float, typer.Option(min=0.0, help="peak learning rate; the scorer's warm-up has another one")] = 1e-4,
+    rope_theta: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="RoPE's base for a --length that is new to the model; default: by the length"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each arm; three for a claim")] = 1,
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline/--no-baseline", help="also train full attention on the same data and tokens; on by default"
+        ),
+    ] = True,
+    equal_seconds: Annotated[
+        bool, typer.Option("--equal-seconds", help="also train full attention for as long as the sparse arm takes")
+    ] = False,
+    tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="default: the model's")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
+    output: Annotated[Path, typer.Option(help="folder of recipes, runs, evaluations, report and model")] = Path(
+        "runs/sparsify"
+    ),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the steps, their recipes and the planned minutes; write nothing")
+    ] = False,
+) -> None:
+    """Make a trained model sparse, and compare it with full attention trained on the same data.
+
+    Says what the budget costs (oracle), chooses the layers that stay full (calibration), trains the scorer and then the
+    model, which learns from its own full attention, evaluates, and writes a report and the model. Each step is an
+    ordinary command; the same call goes on where the last one ended."""
+    from moba_train.tools.sparsify import page, recipes, steps
+
+    check_output_folder(output)
+    request = recipes.Request(
+        model=str(model),
+        data=data,
+        validation=validation,
+        tokenizer=tokenizer,
+        length=length,
+        budget=budget,
+        tokens=tokens,
+        kind=kind,
+        block_size=block_size,
+        full_layers=full_layers,
+        seeds=seeds,
+        baseline=baseline or equal_seconds,
+        equal_seconds=equal_seconds,
+        lr=lr,
+        rope_theta=rope_theta,
+        overrides=overrides or [],
+    )
+    source = recipes.Source.read(model)
+    if dry_run:
+        from moba_train.tools.sparsify.dry_run import print_plan
+
+        with tempfile.TemporaryDirectory() as folder:
+            print_plan(request, source, output, Path(folder), gpus, typer.echo)
+        return
+    texts = recipes.recipes(request, source, output)
+    todo = [*steps.steps(request, source, output, steps.begin(request, texts, output))]
+    steps.check(todo, gpus)
+    run = steps.run_here if gpus == 1 else lambda words: steps.run_command(words, gpus)
+    steps.run_steps(todo, texts, output, run, typer.echo)
+    typer.echo(f"report: {page.write_page(request, output, todo)}")

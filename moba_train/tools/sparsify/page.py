@@ -1,0 +1,237 @@
+"""The report of `moba-train sparsify`: tables in one HTML file, and the same numbers in summary.json."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+
+from moba_train.config.base import format_count, format_duration
+from moba_train.output_files import write_atomically
+from moba_train.tools.report import page as report
+from moba_train.tools.sparsify import recipes
+from moba_train.tools.sparsify.recipes import Request
+from moba_train.tools.sparsify.steps import SECONDS, Step, read_json, training
+
+SUMMARY = "summary.json"
+PAGE = "report.html"
+BAR = {"needle": 0.95, "trailing": 0.01, "ruler": 0.02}
+"""Least share of full attention's needles, most nats of trailing loss above it, most of RULER's score below it."""
+
+
+class Table(NamedTuple):
+    """A heading, a sentence, and rows, whose first cells are their names."""
+
+    title: str
+    note: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def write_page(request: Request, output: Path, done: Sequence[Step]) -> Path:
+    """Write report.html and summary.json of what the steps have left in `output`; returns the page's path."""
+    found = summary(request, output)
+    write_atomically(output / SUMMARY, json.dumps(found, indent=2) + "\n")
+    assets = Path(report.__file__).parent / "assets"
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(assets), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    exported = next(step for step in done if step.name == "export").done
+    text = templates.get_template("sparsify.html.j2").render(
+        styles=(assets / "report.css").read_text(encoding="utf-8"),
+        title=f"{Path(request.model).name}, made sparse",
+        request=recipes.told(request),
+        verdict=_verdict(found),
+        tables=_tables(found, request),
+        fragment="\n".join(found["calibration"]["yaml"]),
+        use=_use(request, output, exported),
+        commands=[step.command for step in done],
+        written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    )
+    write_atomically(output / PAGE, text)
+    return output / PAGE
+
+
+def summary(request: Request, output: Path) -> dict[str, Any]:
+    """All numbers of the report, as JSON values."""
+    oracle = read_json(output / "oracle" / "evaluation.json")["oracle"]
+    calibration = read_json(output / "calibration" / "evaluation.json")["full_layers"]
+    arms: dict[str, list[dict[str, Any]]] = {}
+    for arm in recipes.arms(request):
+        for seed in range(1, request.seeds + 1):
+            evaluation = read_json(output / "evaluation" / f"{arm}-{seed}" / "evaluation.json")
+            trained = training(output / "runs" / f"{arm}-{seed}" / "metrics.jsonl")
+            arms.setdefault(arm, []).append({"seed": seed, **trained, **scores_of(evaluation)})
+    return {
+        "request": request.model_dump(mode="json"),
+        "oracle": {"budgets": oracle["budgets"], "full": oracle["attentions"]["full"]["scores"]},
+        "calibration": calibration,
+        "arms": arms,
+        "seconds": read_json(output / SECONDS),
+    }
+
+
+def scores_of(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Scores of one evaluation.json with the arm's own attention, to compare arms by."""
+    own = evaluation["attention"]
+    needle = evaluation["needle"]
+    by_length = [statistics.mean(depths) for depths in needle["maps"][own]["passed"]]
+    ruler = evaluation["ruler"]
+    tasks = ruler["scores"][own]["teacher_forced"].values()
+    oracle = evaluation.get("oracle")
+    return {
+        "trailing": evaluation["numbers"]["trailing_loss"],
+        "trailing_full": evaluation["numbers"].get("trailing_loss_full"),
+        "needle": evaluation["numbers"]["needle"],
+        "needle_full": evaluation["numbers"].get("needle_full"),
+        "needle_by_length": dict(zip(map(str, needle["lengths"]), by_length, strict=True)),
+        "ruler": evaluation["numbers"]["ruler"],
+        "ruler_by_length": dict(
+            zip(map(str, ruler["lengths"]), map(statistics.mean, zip(*tasks, strict=True)), strict=True)
+        ),
+        "errors": oracle
+        and oracle["budgets"][0]["loss"] | {"weights": oracle["weights"] and oracle["weights"]["loss"]},
+    }
+
+
+def mean_of(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[float, float]:
+    """Mean over seeds, and its standard error; 0 for one seed."""
+    values = [float(row[key]) for row in rows]
+    spread = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return statistics.mean(values), spread
+
+
+def _cell(rows: Sequence[Mapping[str, Any]], key: str, show: Callable[[float], str]) -> str:
+    mean, spread = mean_of(rows, key)
+    return show(mean) + (f" ± {show(spread)}" if len(rows) > 1 else "")
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    """The comparison with full attention in a sentence; the bar is that of issue and page."""
+    arms = found["arms"]
+    if "full" not in arms:
+        return "No arm of full attention was trained (--no-baseline), so nothing is claimed."
+    (full, _), (sparse, _) = (mean_of(arms[arm], "needle") for arm in ("full", "sparse"))
+    trailing = mean_of(arms["sparse"], "trailing")[0] - mean_of(arms["full"], "trailing")[0]
+    ruler = mean_of(arms["sparse"], "ruler")[0] - mean_of(arms["full"], "ruler")[0]
+    kept = sparse / full if full else 0.0  # where full attention finds none, nothing is shown
+    holds = kept >= BAR["needle"] and trailing <= BAR["trailing"] and ruler >= -BAR["ruler"]
+    seeds = len(arms["sparse"])
+    met = "met" if holds else "not met"
+    return (
+        f"On {seeds} seed{'s' * (seeds > 1)}, sparse attention finds {sparse:.3f} of the needles and full attention, "
+        f"trained on the same tokens, {full:.3f}; its trailing loss is {trailing:+.4f} nats away, and RULER "
+        f"{100 * ruler:+.1f} points. The bar (0.95 of the needles, 0.01 nats, 2 points) is {met}"
+        + (", on fewer than three seeds." if seeds < 3 else ".")
+    )
+
+
+def _tables(found: dict[str, Any], request: Request) -> list[Table]:
+    arms = found["arms"]
+    return [_comparison(arms), _errors(arms), _oracle(found["oracle"]), _candidates(found["calibration"]), _time(found)]
+
+
+def _comparison(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    lengths = [*arms["sparse"][0]["needle_by_length"]]
+    head = ["", "trailing loss", "with full attention"]
+    head += [f"needle {format_count(int(length), 1024)}" for length in lengths]
+    head += ["RULER", *(f"RULER {format_count(int(length), 1024)}" for length in arms["sparse"][0]["ruler_by_length"])]
+    rows = []
+    for arm, of_seeds in arms.items():
+        flat = [
+            {
+                **one,
+                "on_full": one["trailing"] if one["trailing_full"] is None else one["trailing_full"],
+                **{f"needle {length}": score for length, score in one["needle_by_length"].items()},
+                **{f"ruler {length}": score for length, score in one["ruler_by_length"].items()},
+            }
+            for one in of_seeds
+        ]
+        keys = [*(f"needle {length}" for length in lengths), "ruler"]
+        keys += [f"ruler {length}" for length in of_seeds[0]["ruler_by_length"]]
+        losses = [_cell(flat, key, "{:.4f}".format) for key in ("trailing", "on_full")]
+        rows.append([arm, *losses, *(_cell(flat, key, "{:.3f}".format) for key in keys)])
+    note = "Means over seeds, with standard errors where there are several; with full attention: on the same weights."
+    return Table("Sparse and full attention after equal tokens", note, head, rows)
+
+
+def _errors(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    """Errors of the trained sparse arm, seed by seed."""
+    names = ("budget", "selector", "weights")
+    rows = [[f"seed {one['seed']}", *(_pair(one["errors"].get(name)) for name in names)] for one in arms["sparse"]]
+    note = (
+        "Nats of trailing loss, above 0: worse. Budget: the ideal selection against full attention; selector: the own "
+        "selection against the ideal one; weights: full attention on these weights against the arm of full attention."
+    )
+    return Table("What costs how much in the sparse arm", note, ["", *names], rows)
+
+
+def _oracle(oracle: dict[str, Any]) -> Table:
+    shares = [*oracle["full"]]
+    head = ["selection", "loss: budget", "loss: MoBA's gate"]
+    head += [f"{share}: {name}" for share in shares for name in ("budget", "gate")]
+    rows = []
+    for budget in oracle["budgets"]:
+        cells = [_pair(budget["loss"].get(name)) for name in ("budget", "selector")]
+        scores = [budget["scores"][share].get(name) for share in shares for name in ("budget", "selector")]
+        rows.append([budget["label"], *cells, *("–" if score is None else f"{score:+.3f}" for score in scores)])
+    note = (
+        "Before the arms are trained, with every layer sparse: what the best selection of this size loses, and what "
+        "MoBA's gate adds."
+    )
+    return Table("What the budget costs", note, head, rows)
+
+
+def _candidates(calibration: dict[str, Any]) -> Table:
+    rows = [
+        [
+            one["name"],
+            "all" if one["name"] == "full" else str(one["layers"]),
+            f"{one['trailing']:.4f}",
+            _score(one.get("answers")),
+        ]
+        for one in calibration["candidates"]
+    ]
+    note = "Layers that stay full, by what they were chosen by; loss with all others sparse, by the ideal selection."
+    return Table("Which layers stay full", note, ["chosen by", "layers", "trailing loss", "loss of needles"], rows)
+
+
+def _time(found: dict[str, Any]) -> Table:
+    rows = [
+        [
+            arm,
+            format_count(mean_of(of_seeds, "tokens")[0]),
+            format_duration(mean_of(of_seeds, "train_s")[0]),
+            format_count(mean_of(of_seeds, "tokens_per_s")[0]),
+        ]
+        for arm, of_seeds in found["arms"].items()
+    ]
+    rows += [[name, "", format_duration(seconds), ""] for name, seconds in found["seconds"].items()]
+    note = "Steps of training alone for an arm; then each step of this command as a whole, from its start to its end."
+    return Table("Time", note, ["", "tokens", "seconds", "tokens/s"], rows)
+
+
+def _pair(pair: Sequence[float | None] | None) -> str:
+    if pair is None or pair[0] is None:
+        return "–"
+    return f"{pair[0]:+.4f}" + ("" if pair[1] is None else f" ± {pair[1]:.4f}")
+
+
+def _score(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _use(request: Request, output: Path, exported: bool) -> list[str]:
+    """Commands that use the model."""
+    run = output / "runs" / "sparse-1"
+    model = output / "model"
+    loaded = f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{model}', "
+    return [
+        *([f'{loaded}trust_remote_code=True)"'] if exported else []),
+        f"moba-train generate {model if exported else run} --prompt '...'",
+        f"moba-train eval {run} --tasks needle --data {request.validation[0]}",
+        f"moba-train report {run}",
+    ]

@@ -1,0 +1,256 @@
+"""Steps of `moba-train sparsify`: each is a command of `moba-train`, done when its result is there.
+
+A step that was interrupted runs again: training from its newest checkpoint, an evaluation from its beginning. To run a
+step once more, remove its result.
+"""
+
+import gc
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import newest_first, saved_step
+from moba_train.config.load import load_config, parse_yaml
+from moba_train.config.mesh import WorldSize
+from moba_train.errors import CheckpointError, UserError
+from moba_train.output_files import write_atomically
+from moba_train.registry import ATTENTION_KINDS
+from moba_train.resolve.recipe import resolve
+from moba_train.resolve.run import resolve_unchecked
+from moba_train.telemetry.jsonl import read_records
+from moba_train.tools.sparsify import recipes
+from moba_train.tools.sparsify.recipes import Request, Source
+
+SECONDS = "seconds.json"
+"""Seconds that each finished step took in the call that finished it."""
+_GROWING = ("seeds", "baseline", "equal_seconds")
+"""Options that only add steps: a later call may give others."""
+Runner = Callable[[Sequence[str]], int]
+"""Runs `moba-train` with these words; returns its exit status."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, and where its result is."""
+
+    name: str
+    words: list[str]
+    """Words behind `moba-train`."""
+    result: Path
+    """A file that is written last; of training, the run folder."""
+
+    @property
+    def command(self) -> str:
+        """The command as one types it."""
+        return shlex.join(["moba-train", *self.words])
+
+    @property
+    def trains(self) -> bool:
+        """True if the step trains, by a recipe of its own."""
+        return self.words[0] == "train"
+
+    @property
+    def done(self) -> bool:
+        """True if the result is there, and complete."""
+        if not self.trains:
+            return self.result.is_file()
+        if not (newest := newest_first(self.result / "checkpoints")):
+            return False
+        try:
+            stages = resolve_unchecked(load_config(self.words[1], self.words[2:])).stages
+            return (saved_step(read_meta(newest[0])) or 0) >= stages[-1].end_step
+        except CheckpointError:
+            return False  # training says what is wrong with it
+
+
+def steps(request: Request, source: Source, output: Path, evaluation: dict[str, Any]) -> Iterator[Step]:
+    """All steps in order. evaluation: the section of that name in evaluation.yaml."""
+    folder = output / "recipes"
+    model = Path(request.model)
+    stage = source.stage
+    if recipes.EXTEND in recipes.recipes(request, source, output):
+        model = output / "runs" / "extend"
+        stage = 0
+        yield Step("extend", ["train", str(folder / recipes.EXTEND)], model)
+    size, topk = recipes.topk_of(request)
+    data = [word for path in request.validation for word in ("--data", path)]
+    common = [*data, "--seq-len", str(request.length), "--attention", "own"]
+    full = _with_attention(stage, {"default": "full"})
+    words = [*common, *full, *recipes.sections(evaluation, ["oracle"])]
+    yield _evaluation("oracle", model, output / "oracle", ["oracle"], words)
+    # A scorer that has learnt nothing would choose the layers by chance: the ideal selection stands for it.
+    choosing = "oracle" if recipes.warms_up(request.kind) else request.kind
+    selection = {"block_size": size, "topk": topk, "select": "group", "always": recipes.forced(topk)}
+    options = {key: value for key, value in selection.items() if key in ATTENTION_KINDS[choosing].Options.model_fields}
+    sparse = _with_attention(stage, {"default": choosing, choosing: options})
+    words = [*common, *sparse, *recipes.sections(evaluation, ["full_layers"])]
+    yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words)
+    arms = recipes.arms(request)
+    for seed in range(1, request.seeds + 1):
+        for arm in arms:
+            run = output / "runs" / f"{arm}-{seed}"
+            words = ["train", str(folder / f"{arm}.yaml"), f"seed={seed}", f"run_dir={run}"]
+            yield Step(f"train {arm} {seed}", words, run)
+    for seed in range(1, request.seeds + 1):
+        for arm in arms:
+            yield evaluation_of(f"{arm}-{seed}", output, evaluation, f"full-{seed}" if request.baseline else None)
+    run = output / "runs" / "sparse-1"
+    model = output / "model"
+    yield Step("export", ["convert", "moba-to-hf", str(run), str(model), "--with-code"], model / "config.json")
+
+
+def _with_attention(stage: int, section: dict[str, Any]) -> list[str]:
+    """Words that give all layers but those with a window this attention, whatever the recipe and its stage say."""
+    values = {**section, "full_layers": "none"}
+    keys = ("attention", f"stages.{stage}.attention")
+    return [f"{key}.{name}={json.dumps(value)}" for key in keys for name, value in values.items()]
+
+
+def evaluation_of(run: str, output: Path, evaluation: dict[str, Any], dense: str | None) -> Step:
+    """Evaluation of the run of this name, such as sparse-1. dense: that of full attention; None: not trained."""
+    oracle = {**evaluation["oracle"], "budgets": evaluation["oracle"]["budgets"][:1]}
+    tasks = ["position_wise", "needle", "ruler"]
+    words = []
+    if not run.startswith("equal-seconds"):
+        tasks.append("oracle")
+        if dense is not None and dense != run:
+            words = [f"evaluation.oracle.dense={output / 'evaluation' / dense / 'evaluation.json'}"]
+    asked = recipes.sections(evaluation | {"oracle": oracle}, tasks)
+    results = output / "evaluation" / run
+    return _evaluation(
+        f"evaluate {' '.join(run.rsplit('-', 1))}", output / "runs" / run, results, tasks, [*asked, *words]
+    )
+
+
+def _evaluation(name: str, model: Path, results: Path, tasks: Sequence[str], words: Sequence[str]) -> Step:
+    command = ["eval", str(model), "--tasks", ",".join(tasks), "--output", str(results), *words]
+    return Step(name, command, results / "evaluation.json")
+
+
+def run_steps(
+    todo: Sequence[Step], guesses: Mapping[str, str], output: Path, run: Runner, say: Callable[[str], object]
+) -> None:
+    """Run what is not done. guesses: first texts of the recipes, some of which are replaced by what was measured.
+
+    Raises UserError when a command fails; the call after it goes on there.
+    """
+    for number, step in enumerate(todo, 1):
+        if step.done:
+            say(f"[{number}/{len(todo)}] {step.name}: done before")
+            continue
+        if step.trains:
+            _measured(step, guesses, output)
+        say(f"[{number}/{len(todo)}] {step.name}: {step.command}")
+        began = time.time()
+        status = run(step.words)
+        if status and step.name == "export":
+            say("the model stays a checkpoint, as no export can hold it")
+            continue
+        if status or not step.done:
+            how = f"ended with status {status}" if status else "stopped before its end"
+            raise UserError(f"the step {step.name!r} {how}; the same command goes on with it")
+        seconds = read_json(output / SECONDS) | {step.name: round(time.time() - began, 1)}
+        write_atomically(output / SECONDS, json.dumps(seconds, indent=2) + "\n")
+
+
+def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:
+    """Write what was measured before this step trains by it, unless the recipe was edited meanwhile: the layers that
+    stay full, with the numbers beside them; tokens that full attention trains on in the sparse arm's seconds."""
+    folder = output / "recipes"
+    file = folder / recipes.CALIBRATED
+    if step.name.startswith("train sparse") and file.read_text() == guesses[recipes.CALIBRATED]:
+        found = read_json(output / "calibration" / "evaluation.json")["full_layers"]
+        lines = ["# Layers that stay full, chosen by measurement.", *found["yaml"]]
+        write_atomically(file, "\n".join(lines) + "\n")
+    file = folder / recipes.EQUAL_SECONDS
+    if step.name.startswith("train equal-seconds") and file.read_text() == guesses[recipes.EQUAL_SECONDS]:
+        full, sparse = (training(output / "runs" / f"{arm}-1" / "metrics.jsonl") for arm in ("full", "sparse"))
+        values = parse_yaml(file.read_text(), str(file))
+        tokens = values["stages"][0]["tokens"] * sparse["train_s"] / full["train_s"]
+        values["stages"][0]["tokens"] = max(1, round(tokens))
+        write_atomically(
+            file, "# Tokens of full attention in the sparse arm's seconds.\n" + yaml.safe_dump(values, sort_keys=False)
+        )
+
+
+def training(metrics: Path) -> dict[str, float]:
+    """Steps, tokens and seconds of a run; its rate without the first step of each stage, which compiles."""
+    steps = [record for record in read_records(metrics) if record["type"] == "metrics"]
+    first = {record["stage"]: record["step"] for record in reversed(steps)}
+    steady = [record for record in steps if record["step"] != first[record["stage"]]] or steps
+    return {
+        "steps": steps[-1]["step"],
+        "tokens": steps[-1]["tokens"],
+        "train_s": sum(record["step_s"] for record in steps),
+        "tokens_per_s": statistics.median(record["tokens_per_s"] for record in steady),
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Contents of a JSON file of ours; empty if it is not there."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def begin(request: Request, texts: Mapping[str, str], output: Path) -> dict[str, Any]:
+    """Write the request and those recipes of `texts` that are not there yet; returns the section `evaluation` of
+    evaluation.yaml.
+
+    Raises UserError when a step was done with other options.
+    """
+    folder = output / "recipes"
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = request.model_dump(mode="json")
+    file = output / "request.yaml"
+    differing = []
+    if file.is_file():
+        before = parse_yaml(file.read_text(), str(file))
+        differing = [key for key in asked if before.get(key) != asked[key] and key not in _GROWING]
+        if differing and any((output / name).exists() for name in ("runs", SECONDS)):
+            given = ", ".join(f"{key}: given {asked[key]}, before {before.get(key)}" for key in differing)
+            raise UserError(
+                f"{output} was begun with other options ({given}); allowed: the same ones, or another --output"
+            )
+    write_atomically(file, yaml.safe_dump(asked, sort_keys=False))
+    for name, text in texts.items():
+        if differing or not (folder / name).is_file():
+            write_atomically(folder / name, text)
+    evaluation: dict[str, Any] = parse_yaml((folder / recipes.EVALUATION).read_text(), recipes.EVALUATION)["evaluation"]
+    return evaluation
+
+
+def check(todo: Sequence[Step], gpus: int) -> None:
+    """Raise UserError, before anything runs, for a recipe that cannot be trained on this number of ranks, and for files
+    that the first one lacks; those of later ones may be made before."""
+    trained = [step for step in todo if step.trains]
+    for step in trained:
+        config = load_config(step.words[1], step.words[2:])
+        resolve(config, WorldSize(gpus, gpus), check_files=step is trained[0])
+
+
+def run_command(words: Sequence[str], gpus: int) -> int:
+    """Run `moba-train` with these words, on this number of GPUs where the command knows that; returns its status."""
+    ranks = ["--gpus", str(gpus)] if words[0] in ("train", "eval") else []
+    return subprocess.run([sys.executable, "-m", "moba_train.tools.cli", *words, *ranks], check=False).returncode
+
+
+def run_here(words: Sequence[str]) -> int:
+    """Run `moba-train` with these words in this process, on one device: nothing is imported and compiled twice."""
+    from moba_train.tools.cli import app
+    from moba_train.train import main
+
+    status = main([*words[1:]]) if words[0] == "train" else int(app([*words], standalone_mode=False) or 0)
+    gc.collect()  # the model before is gone before the next one comes
+    torch.cuda.empty_cache()
+    return status

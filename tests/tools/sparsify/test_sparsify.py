@@ -1,0 +1,349 @@
+"""`moba-train sparsify` on a tiny model of Hugging Face's: all steps, a call that goes on, and what it refuses."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from benchmarks import sparsify_ablations
+from data_tools.corpus_writer import IndexedDatasetWriter
+from moba_train.config.load import load_config
+from moba_train.config.mesh import WorldSize
+from moba_train.errors import UserError
+from moba_train.resolve.recipe import resolve
+from moba_train.tools.cli import app
+from moba_train.tools.sparsify import recipes, steps
+from moba_train.tools.sparsify.recipes import Request, Source
+from tests.tools.convert.hf_models import make_hf_model
+
+LENGTH = 512
+SMALL = [
+    "telemetry.report=false",
+    "telemetry.console=false",
+    "evaluation.position_wise.sequences=2",
+    *(f"evaluation.{name}.lengths=[{LENGTH}]" for name in ("needle", "ruler", "oracle")),
+    *(f"evaluation.{name}.samples=1" for name in ("needle", "ruler", "full_layers")),
+    *(f"evaluation.{name}.depths=[50]" for name in ("needle", "oracle", "full_layers")),
+    "evaluation.ruler.tasks=[niah_single]",
+    "evaluation.oracle.sequences=2",
+]
+
+
+@pytest.fixture(scope="module")
+def project(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that was trained on half the length, its tokenizer and a corpus of long documents."""
+    folder = tmp_path_factory.mktemp("sparsify")
+    changes = {"vocab_size": 512, "rope_parameters": {"rope_theta": 1e4}, "max_position_embeddings": LENGTH // 2}
+    make_hf_model("smollm2", folder / "hf", **changes)
+    shutil.copy(texts / "tok.model", folder / "hf" / "tokenizer.model")
+    for name, first in (("train", 0), ("valid", 20)):
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            for start in range(first, first + 4):
+                writer.add_document(np.arange(start, LENGTH + 90 + start) % 300)
+    return folder
+
+
+def words(**options: Any) -> list[str]:
+    given = {"data": "train", "validation": "valid", "length": LENGTH, "budget": 64, "block-size": 16, "tokens": 4096}
+    given |= {"kind": "msa", "output": "out"} | options
+    return ["sparsify", "hf", *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
+
+
+def call(*further: str, **options: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [*words(**options), *further, *SMALL])
+    return done.exit_code, done.output
+
+
+@pytest.fixture(scope="module")
+def made(project: Path) -> Path:
+    """The folder that a call leaves; the first try failed after the sparse arm's first step, the second went on."""
+    run_here = steps.run_here
+
+    def dies(given: Sequence[str]) -> int:
+        return 9 if "seed=1" in given and "sparse" in given[1] else run_here(given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project)
+        patch.setattr(steps, "run_here", dies)
+        code, output = call()
+        assert code == 2
+        assert "the step 'train sparse 1' ended with status 9; the same command goes on with it" in output
+        patch.setattr(steps, "run_here", run_here)
+        code, output = call()
+        assert code == 0, output
+    assert "train full 1: done before" in output
+    return project / "out"
+
+
+def test_every_step_leaves_its_result(made: Path) -> None:
+    found = json.loads((made / "summary.json").read_text())
+    assert [*found["seconds"]] == [
+        "extend",
+        "oracle",
+        "calibrate",
+        "train full 1",
+        "train sparse 1",
+        "evaluate full 1",
+        "evaluate sparse 1",
+        "export",
+    ]
+    full, sparse = (found["arms"][arm][0] for arm in ("full", "sparse"))
+    assert full["tokens"] == sparse["tokens"]
+    assert full["trailing_full"] is None
+    assert sparse["trailing_full"] is not None
+    assert sparse["errors"].keys() == {"budget", "selector", "weights"}
+    assert (made / "model" / "config.json").is_file()
+
+
+def test_the_sparse_arm_keeps_the_calibrated_layers_full_and_distils(made: Path) -> None:
+    chosen = json.loads((made / "calibration" / "evaluation.json").read_text())["full_layers"]["chosen"]
+    config = load_config(made / "runs" / "sparse-1" / "config.yaml")
+    assert config.attention.full_layers == chosen
+    warmup, sparse = config.stages
+    assert warmup.trainable == ["*.attention.msa.*"]
+    assert sparse.objectives.keys() == {"distill"}
+    assert config.model.rope.theta == load_config(made / "runs" / "extend" / "config.yaml").stages[0].rope.theta  # type: ignore[union-attr]
+    assert "full attention's numbers" not in (made / "recipes" / "calibrated.yaml").read_text()
+
+
+def test_the_report_has_every_table_and_the_commands(made: Path) -> None:
+    page = (made / "report.html").read_text()
+    for text in ("after equal tokens", "the sparse arm", "the budget costs", "stay full", "tokens/s", "full_layers:"):
+        assert text in page
+    assert "is not met, on fewer than three seeds" in page
+    assert "moba-train train out/recipes/sparse.yaml seed=1" in page
+    assert "trust_remote_code=True" in page
+
+
+def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(project: Path, tmp_path: Path) -> None:
+    request = Request(
+        model="hf", data=["train"], validation=["valid"], length=32_768, budget=4096, tokens=15_000_000, kind="msa"
+    )
+    (tmp_path / "recipes").mkdir()
+    for name, text in recipes.recipes(request, Source.read(project / "hf"), tmp_path).items():
+        (tmp_path / "recipes" / name).write_text(text)
+    recipe = tmp_path / "recipes" / "sparse.yaml"
+    arms = sparsify_ablations.arms_of(tmp_path)
+    assert len(arms) == 15
+    for name, overrides in arms.items():
+        config = load_config(recipe, overrides)
+        run = resolve(config, WorldSize(1, 1))
+        assert sum(stage.tokens for stage in config.stages) == sum(stage.tokens for stage in load_config(recipe).stages)
+        own = next(layer for layer in run.stages[-1].attention if layer.kind != "full")
+        sizes = own.options.model_dump()
+        assert sizes["block_size"] * sizes["topk"] == 4096, name
+
+
+def test_ablations_train_in_the_folder_of_the_command(
+    project: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    ran: list[str] = []
+    monkeypatch.setattr(steps, "run_here", lambda words: steps_of(words, ran))
+    output = project / "ablations.json"
+    with pytest.raises(UserError, match="'train no-distillation 1' stopped before its end"):
+        sparsify_ablations.run(made, ["no-distillation"], 1, output)
+    assert ran == ["train"]
+    results = json.loads(output.read_text())["results"]
+    assert [one["name"] for one in results] == ["full", "sparse"]
+    lines = sparsify_ablations.table(results)
+    assert lines[1].split()[:2] == ["full", "+0.0000"]
+    assert float(lines[2].split()[1]) == pytest.approx(results[1]["trailing"] - results[0]["trailing"], abs=1e-4)
+
+
+def steps_of(words: Sequence[str], ran: list[str]) -> int:
+    """Stands for a command, of which nothing comes."""
+    ran.append(words[0])
+    return 0
+
+
+def test_a_run_may_be_made_sparse_again(
+    project: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever attention its stages have, the oracle and the calibration see full attention and the ideal one."""
+    monkeypatch.chdir(project)
+    run_here = steps.run_here
+    monkeypatch.setattr(steps, "run_here", lambda words: run_here(words) if words[0] == "eval" else 9)
+    run = made / "runs" / "sparse-1"
+    given = words(output=tmp_path / "again")
+    given[given.index("hf")] = str(run)
+    done = CliRunner().invoke(app, [*given, *SMALL])
+    assert "the step 'train full 1' ended with status 9" in done.output
+    attentions = json.loads((tmp_path / "again" / "oracle" / "evaluation.json").read_text())["oracle"]["attentions"]
+    assert not attentions.keys() & {"msa", "moba"}
+    layers = json.loads((tmp_path / "again" / "calibration" / "evaluation.json").read_text())["full_layers"]["layers"]
+    assert [row["layer"] for row in layers] == [0, 1, 2]
+
+
+def test_a_second_call_adds_only_what_is_new(project: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    ran: list[str] = []
+    monkeypatch.setattr(steps, "run_here", lambda given: steps_of(given, ran))
+    code, output = call("--seeds", "2")
+    assert code == 2
+    assert "stopped before its end" in output
+    assert ran == ["train"], "seed 2 of full attention"
+    code, output = call(budget=128)
+    assert code == 2
+    assert "budget: given 128, before 64" in output
+    assert yaml.safe_load((made / "request.yaml").read_text())["budget"] == 64
+
+
+def test_the_plan_is_printed_and_nothing_is_written(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(project)
+    code, output = call("--dry-run", "--equal-seconds", output=tmp_path / "new")
+    assert code == 0, output
+    names = re.findall(r"^\d+\. ([^:]+): moba-train", output, re.MULTILINE)
+    assert names[:3] == ["extend", "oracle", "calibrate"]
+    assert names[-1] == "export"
+    assert len(re.findall("planned:", output)) == 4
+    assert [*re.findall(r"^--- .*/(\S+\.yaml)$", output, re.MULTILINE)] == [
+        recipes.BASE,
+        recipes.EVALUATION,
+        recipes.EXTEND,
+        recipes.CALIBRATED,
+        recipes.SPARSE,
+        recipes.FULL,
+        recipes.EQUAL_SECONDS,
+    ]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    guess = "# a guess\nextends: full.yaml\nname: equal-seconds\nstages: [{name: full, seq_len: 8, tokens: 1000}]\n"
+    guesses = {recipes.CALIBRATED: "", recipes.EQUAL_SECONDS: guess}
+    (folder / recipes.CALIBRATED).write_text("edited")
+    (folder / recipes.EQUAL_SECONDS).write_text(guess)
+    for arm, seconds in (("full", 2.0), ("sparse", 3.0)):
+        run = tmp_path / "runs" / f"{arm}-1"
+        run.mkdir(parents=True)
+        records = [
+            {
+                "time": 0.0,
+                "type": "metrics",
+                "stage": "s",
+                "step": n,
+                "tokens": n,
+                "step_s": seconds,
+                "tokens_per_s": 1.0,
+            }
+            for n in (1, 2)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    step = steps.Step("train equal-seconds 1", ["train"], tmp_path)
+    steps._measured(step, guesses, tmp_path)
+    assert yaml.safe_load((folder / recipes.EQUAL_SECONDS).read_text())["stages"][0]["tokens"] == 1500
+    (folder / recipes.EQUAL_SECONDS).write_text("edited")
+    steps._measured(step, guesses, tmp_path)
+    steps._measured(steps.Step("train sparse 1", ["train"], tmp_path), guesses, tmp_path)
+    assert (folder / recipes.EQUAL_SECONDS).read_text() == "edited"
+    assert (folder / recipes.CALIBRATED).read_text() == "edited"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"kind": "lightning"}, "--kind: given lightning; allowed: .*msa"),
+        ({"kind": "mas"}, "--kind: given mas; allowed: .*msa"),
+        ({"budget": 60}, "--budget: given 60; allowed: a multiple of --block-size 16"),
+        ({"budget": 512}, "--budget: given 512; allowed: fewer than the 512 tokens of --length"),
+        ({"full-layers": 3}, "--full-layers: given 3; allowed: fewer than the model's 3 layers"),
+        ({"tokens": 600}, "--tokens: given 600; allowed: at least"),
+        ({"data": "nothing"}, "nothing.*idx"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(
+    project: Path, options: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(project)
+    code, output = call(**{"output": tmp_path / "new", **options})
+    assert code == 2
+    assert re.search(problem, " ".join(output.split()))
+
+
+def test_a_call_that_was_refused_leaves_no_choice_behind(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    assert call(data="nothing", output=tmp_path / "new")[0] == 2
+    monkeypatch.setattr(steps, "run_here", lambda words: 9)
+    code, output = call(output=tmp_path / "new")
+    assert code == 2
+    assert "the step 'extend' ended with status 9" in output
+    assert yaml.safe_load((tmp_path / "new" / "recipes" / "base.yaml").read_text())["data"]["train"] == [
+        {"path": "train"}
+    ]
+
+
+def test_a_model_that_no_export_can_hold_stays_a_checkpoint(tmp_path: Path) -> None:
+    said: list[str] = []
+    export = steps.Step("export", ["convert", "moba-to-hf"], tmp_path / "model" / "config.json")
+    steps.run_steps([export], {}, tmp_path, lambda words: 2, said.append)
+    assert said[-1] == "the model stays a checkpoint, as no export can hold it"
+
+
+@pytest.mark.parametrize(("kind", "choosing"), [("msa", "oracle"), ("moba", "moba")])
+def test_layers_are_chosen_with_the_gate_unless_it_has_to_learn_first(project: Path, kind: str, choosing: str) -> None:
+    request = Request(
+        model="hf",
+        data=["train"],
+        validation=["valid"],
+        length=LENGTH,
+        budget=64,
+        tokens=4096,
+        kind=kind,
+        block_size=16,
+    )
+    source = Source.read(project / "hf")
+    texts = recipes.recipes(request, source, Path("out"))
+    evaluation = yaml.safe_load(texts[recipes.EVALUATION])["evaluation"]
+    calibrate = next(step for step in steps.steps(request, source, Path("out"), evaluation) if step.name == "calibrate")
+    assert f'attention.default="{choosing}"' in calibrate.words
+    assert [stage["name"] for stage in yaml.safe_load(texts[recipes.SPARSE])["stages"]][-1] == "sparse"
+
+
+def test_on_several_gpus_each_command_is_a_process_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Sequence[str]] = []
+
+    def run(command: Sequence[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+        started.append(command)
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for words in (["train", "recipe.yaml"], ["eval", "run"], ["convert", "moba-to-hf", "run", "model"]):
+        assert steps.run_command(words, 2) == 3
+    assert [command[3:] for command in started] == [
+        ["train", "recipe.yaml", "--gpus", "2"],
+        ["eval", "run", "--gpus", "2"],
+        ["convert", "moba-to-hf", "run", "model"],
+    ]
+
+
+def test_a_model_keeps_its_windows(project: Path) -> None:
+    source = Source.read(project / "hf")
+    windowed = Source(source.model, LENGTH, {"default": "full", "overrides": {1: {"kind": "window"}}}, "tokenizer")
+    request = Request(
+        model="hf",
+        data=["train"],
+        validation=["valid"],
+        length=LENGTH,
+        budget=64,
+        tokens=4096,
+        kind="moba",
+        block_size=16,
+    )
+    texts = {name: yaml.safe_load(text) for name, text in recipes.recipes(request, windowed, Path("out")).items()}
+    assert texts[recipes.BASE]["attention"]["overrides"] == {1: {"kind": "window"}}
+    assert texts[recipes.SPARSE]["stages"][0]["distill"]["teacher"] == "full_and_windows"
