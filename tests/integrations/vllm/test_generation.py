@@ -70,9 +70,9 @@ class Exported(NamedTuple):
 
 
 def make_prompts() -> list[list[int]]:
-    """50 prompts, short ones the more; every fourth begins with the longest one's text, up to anywhere in a page."""
+    """50 prompts of all lengths; every fourth begins with the longest one's text, up to anywhere in a page."""
     generator = torch.Generator().manual_seed(11)
-    lengths = LONGEST ** (0.5 + 0.5 * torch.rand(50, generator=generator))
+    lengths = LONGEST * torch.rand(50, generator=generator) + 1
     lengths[:4] = torch.tensor([LONGEST, 1, PAGE, 2 * PAGE + 1])
     prompts = [torch.randint(VOCAB, (int(length),), generator=generator).tolist() for length in lengths]
     for prompt in prompts[4::4]:
