@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moba_train.errors import DataError, ForeignFileError
-from moba_train.foreign_files import MIB, ROOTS, check_below, folder_roots, open_foreign
+from moba_train.foreign_files import MIB, ROOTS, check_below, folder_roots, local_path, open_foreign
 
 COMPRESSED = (".gz", ".zst")
 """Suffixes of compressed files."""
@@ -151,7 +151,8 @@ class LeftOut:
 def find_files(
     inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[str], left_out: LeftOut | None = None
 ) -> list[str]:
-    """Files among `inputs`, and files that match one of `globs` in the folders among them, in sorted order.
+    """Files among `inputs`, and files that match one of `globs` in the folders among them, in sorted order. An input
+    may be an address such as `s3://...`, of which a copy is made.
 
     A glob matches a file's name or its path inside the folder; an exclude also matches any folder on that path. Links
     that lead out of a folder are left out, while an input itself may be a link to anywhere. `left_out` records what is
@@ -161,7 +162,8 @@ def find_files(
     files: list[str] = []
     left_out = LeftOut() if left_out is None else left_out
     for given in inputs:
-        path = Path(given)
+        path = local_path(given)
+        given = str(path)
         if path.is_dir():
             roots = folder_roots(path)
             for name in sorted(_walk(given, globs, excludes, left_out)):

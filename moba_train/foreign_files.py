@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moba_train.errors import ForeignFileError
+from moba_train.registry import CHECKPOINT_STORES
 
 ROOTS = "MOBA_TRAIN_DATA_ROOTS"
 """Environment variable with more folders that may be read, separated as in PATH."""
@@ -34,6 +35,13 @@ _KINDS = (
     (stat.S_ISSOCK, "a socket"),
 )
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH: a folder need not be readable
+
+
+def local_path(address: str) -> Path:
+    """Path of a file or folder of this machine or, for an address such as `s3://...`, of its copy on this machine.
+    Raises UserError when it cannot be copied."""
+    stores = [*CHECKPOINT_STORES.usable().values()] if "://" in address else []
+    return stores[0].local_copy(address) if stores else Path(address)
 
 
 def working_roots() -> list[Path]:

@@ -148,5 +148,9 @@ OBJECTIVES: Registry[Any] = Registry("moba_train.objectives", "objective", ("Opt
 """Subclasses of `model.objective.Objective`."""
 TRANSPORTS: Registry[Any] = Registry("moba_train.transports", "transport", ("make", "cost", "check_sizes"))
 """Objects `parallel.context.transport.base.TransportSpec`."""
+CHECKPOINT_STORES: Registry[Any] = Registry(
+    "moba_train.checkpoint_stores", "checkpoint store", ("Options", "open", "local_copy")
+)
+"""Classes with the interface of `run.checkpoints.CheckpointStore`."""
 TELEMETRY_SINKS: Registry[Any] = Registry("moba_train.telemetry_sinks", "telemetry sink", ("open", "write", "close"))
 """Classes with the interface of `telemetry.telemetry.Sink`."""

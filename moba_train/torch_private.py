@@ -85,6 +85,17 @@ def set_allocator_settings(settings: str) -> None:
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
+def record_memory(most_entries: int | None) -> None:
+    """Begin to record allocations on this GPU, the last `most_entries` of them, or end it (None).
+    Tried with torch 2.13, on a CPU only. Without it, and the one below: no memory snapshot (sinks/profile.py)."""
+    torch.cuda.memory._record_memory_history(*(() if most_entries else (None,)), max_entries=most_entries or 1)
+
+
+def recorded_memory() -> Any:
+    """State of the allocator, and what was recorded. Tried with torch 2.13, on a CPU only. Without it: the same."""
+    return torch.cuda.memory._snapshot()
+
+
 def dump_flight_record(cuda: bool) -> bytes:
     """The last collectives of this rank, NCCL's or gloo's, pickled. Tried with torch 2.11 and 2.13. Without it: no
     record of a hang, unless NCCL's own timeout ends it (health/watch.py)."""

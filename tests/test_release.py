@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from moba_train import __version__
 from tests.guide import ROOT, blocks, commands
@@ -67,6 +69,22 @@ def test_every_extra_that_a_page_installs_exists() -> None:
     assert not wanted & {"wandb", "plotly", "matplotlib", "tensorboard"}
 
 
+def test_the_lock_has_what_the_package_needs_each_file_by_its_hash() -> None:
+    """Dependencies, with the extras of a run, in versions that CI tests."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["report"], *extras["wandb"]]
+    limits = [line.partition("#")[0] for line in (ROOT / "launch" / "constraints.txt").read_text().splitlines()]
+    entries = re.split(r"\n(?=[a-z])", re.sub("^#.*\n", "", (ROOT / "launch" / "cpu.lock").read_text(), flags=re.M))
+    assert all(re.search("--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+    locked = dict(entry.split(maxsplit=1)[0].split("==") for entry in entries)
+    wanted = [Requirement(text) for text in needed]
+    assert {canonicalize_name(one.name) for one in wanted} <= locked.keys()
+    for one in [*wanted, *map(Requirement, filter(str.strip, limits))]:
+        name = canonicalize_name(one.name)
+        assert name not in locked or one.specifier.contains(locked[name].partition("+")[0]), one
+
+
 def test_wheel_and_sdist_have_all_modules_recipes_and_licences(built: Path) -> None:
     modules = {path.relative_to(ROOT).as_posix() for name in FOLDERS[:2] for path in (ROOT / name).rglob("*.py")}
     recipes = {f"moba_train/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")}
@@ -104,6 +122,7 @@ def test_a_wheel_alone_runs_the_quick_start_of_the_guide(built: Path, tmp_path: 
         [str(programs / "python"), "-c", "import moba_train, data_tools; print(moba_train, data_tools)"], folder
     )
     assert found.count(str(packages)) == 2
+    assert done([str(programs / "moba-train"), "--version"], folder) == f"moba_train {__version__}\n"
     (quick_start,) = [block for block in blocks(ROOT / "docs" / "install.md", "bash") if "moba-train train" in block]
     for program, *arguments in commands(quick_start):
         done([str(programs / program), *arguments, *(SMALL if arguments[0] == "train" else [])], folder)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moba_train.checkpoint import publish
-from moba_train.checkpoint.manifest import FileEntry
+from moba_train.checkpoint.manifest import FileEntry, step_name
 from moba_train.checkpoint.process_group import SaveFailedError, SaveGroup
 from moba_train.checkpoint.publisher import Place, Publisher
 from moba_train.checkpoint.retention import Retention
@@ -94,15 +94,18 @@ class Checkpointer:
         fallback: Place | None = None,
         check_lock: Callable[[], None] = lambda: None,
         max_failures: int | None = None,
+        saved: Callable[[Path], None] = lambda path: None,
     ) -> None:
+        """saved: called on every rank, in the background, with the path of each good checkpoint"""
         self.last_error: str | None = None
         self.errors: list[str] = []
-        """Texts that `last_error` has had, oldest first: a save may fail before the error of the last one was read."""
+        """Texts that `last_error` has had and that wait for their report, oldest first: saves may fail before it."""
         self.saves: list[Saved] = []
         """The good saves, oldest first: the next may end before anyone has read how this one did."""
         self.failed_saves = 0
         self.fatal: UserError | None = None
         self._max_failures = max_failures
+        self._saved = saved
         self._group = SaveGroup(_new_group())
         self._stager = Stager()
         self._writer = ShardWriter(self._group)
@@ -116,11 +119,7 @@ class Checkpointer:
         return self.saves[-1] if self.saves else None
 
     def save(
-        self,
-        step: int,
-        tensors: dict[str, Tensor],
-        meta: dict[str, Any],
-        protect: publish.Accept = publish.is_good,
+        self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], protect: publish.Accept = publish.is_good
     ) -> float:
         """Copies and writes `tensors` (plain tensors and DTensors, by name) and `meta`, in the background.
 
@@ -214,6 +213,7 @@ class Checkpointer:
             self.last_error = None
             self.failed_saves = 0
             self.saves.append(Saved(step, time.perf_counter() - began, folder, problem, not_finite, check_s))
+            self._saved(folder / step_name(step))
         except Exception as error:
             self._count_failure(step, error)
 

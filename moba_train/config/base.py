@@ -7,7 +7,7 @@ budgets in powers of 1000 (`1B` = 10**9 tokens).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
@@ -116,6 +116,22 @@ class OpenSection(Section):
         if errors:
             raise ValidationError.from_exception_data(type(self).__name__, errors)
         return self
+
+    def asked_for(self) -> list[tuple[str, Any, Any]]:
+        """(name, member, value of its key) of every member that is asked for."""
+        settings = ((name, getattr(self, name, None)) for name in self.members)
+        return [
+            (name, self.members[name], setting)
+            for name, setting in settings
+            if setting and getattr(setting, "mode", "") != "disabled"
+        ]
+
+    def member_problems(self, key: str) -> Iterator[str]:
+        """Packages that the members need and that are not installed, each with the command that installs it. `key`: of
+        the section."""
+        for name, member, setting in self.asked_for():
+            if hasattr(member, "problem") and (problem := member.problem(setting)):
+                yield f"{key}.{name}: {problem}"
 
     def options_of(self, name: str) -> Section | None:
         """The options of a member: given, or its defaults where they stand."""

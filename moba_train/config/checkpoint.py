@@ -2,12 +2,15 @@
 
 from pydantic import Field
 
-from moba_train.config.base import Section
+from moba_train.config.base import OpenSection
+from moba_train.registry import CHECKPOINT_STORES
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(OpenSection):
     """Interval, retention and fallback of checkpoints. The last one, the newest good one and the newest one without NaN
     or infinite values are always kept."""
+
+    members = CHECKPOINT_STORES
 
     every: int | None = Field(
         100,

@@ -25,35 +25,6 @@ class PositionWiseConfig(Section):
     )
 
 
-class AnswersConfig(Section):
-    """Keys of evaluations that ask questions about a long text."""
-
-    lengths: list[Length] | None = Field(
-        None,
-        min_length=1,
-        description="tokens of a sample, its answer included; null: a quarter, a half and all of the stage's seq_len",
-    )
-    extrapolate: bool = Field(
-        False, description="true: also lengths beyond a stage's seq_len; false: a stage leaves out longer ones"
-    )
-    corpus: str | None = Field(
-        None,
-        min_length=1,
-        description="prefix of the tokenised corpus that natural text comes from; null: the first of data.validation",
-    )
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of the samples, which are the same at every evaluation")
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
-    attention: Literal["own", "both"] = Field(
-        "both",
-        description="both: also full attention on the same weights, in stages with other layers",
-    )
-    chat: bool = Field(
-        False, description="ask through the chat template in the folder of data.tokenizer, as a user's message"
-    )
-
-
 class EvaluationConfig(OpenSection):
     """Mean token loss on `data.validation`, always on the same sequences, and other evaluations."""
 
@@ -67,7 +38,3 @@ class EvaluationConfig(OpenSection):
     )
     sequences: int = Field(32, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length")
     position_wise: PositionWiseConfig | None = Field(None, description="null: not evaluated")
-
-    def asking(self) -> dict[str, AnswersConfig]:
-        """The sections that ask questions about a long text, by name."""
-        return {name: section for name, section in self if isinstance(section, AnswersConfig)}

@@ -29,7 +29,7 @@ from moba_train.attention.kernels.common.reference import (
     query_chunks,
     selected_mask,
 )
-from moba_train.attention.kernels.composed import WeightedSum
+from moba_train.attention.kernels.composed import BlockKernel, Part, Rows
 from moba_train.attention.kind import MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.gate import gate_scores
@@ -40,6 +40,57 @@ from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit
 from moba_train.mechanisms.dispatch.by_unit import OffersUnits
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """A softmax for each block; the results are added up, those of selected blocks times their weights. A `Join`.
+
+    The weights carry no gradient. `lse` is the log-sum-exp over all keys here as well, though no result depends on it.
+    """
+
+    weights_HTC: Tensor | None
+    """The weight of each selected block, [H, T, C]; None: all are 1, as the diagonal block's always is."""
+    diagonal: bool
+    """Queries attend to their diagonal block at all."""
+
+    def attend_diagonal(
+        self, blocks: BlockKernel, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) over the diagonal blocks; (0, -inf) without any."""
+        if self.diagonal:
+            return blocks.attend_diagonal(q_THD, k_SKD, v_SKD)
+        tokens, heads, _ = q_THD.shape
+        lse_HT = q_THD.new_full((heads, tokens), -torch.inf, dtype=accumulation_dtype(q_THD.dtype))
+        return torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device), lse_HT
+
+    def join(
+        self, part: Part, out_THD: Tensor, lse_HT: Tensor, diagonal_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor
+    ) -> None:
+        """Join by addition."""
+        part.add(out_THD, self._weighted(part, part_ED))
+        part.add_lse(lse_HT, part_E)
+
+    def diagonal_state(
+        self, blocks: BlockKernel, state: BackwardState, heads: slice, kv_heads: slice
+    ) -> BackwardState | None:
+        """The diagonal blocks' results, computed again."""
+        if not self.diagonal:
+            return None
+        some = state.part(heads=heads, kv_heads=kv_heads)
+        out, lse = blocks.attend_diagonal(some.q, some.k, some.v)
+        return some._replace(out=out, lse=lse)
+
+    def slots_state(self, blocks: BlockKernel, part: Part, rows: Rows, k: Tensor, v: Tensor) -> BackwardState:
+        """The slots' results, computed again."""
+        q = part.gather(rows.q)
+        out, lse = blocks.kernel.forward(q, k, v, part.segments, blocks.scale)
+        dout = self._weighted(part, part.gather(rows.dout).squeeze(1)).unsqueeze(1)
+        return BackwardState(dout, q, k, v, out, lse)
+
+    def _weighted(self, part: Part, x_ED: Tensor) -> Tensor:
+        """Rows of slots times their weights, in place."""
+        return x_ED if self.weights_HTC is None else x_ED.mul_(part.by_slot(self.weights_HTC).unsqueeze(1))
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, kind_parameters: Mapping[str, nn.Module]) -> None:
         super().__init__()
+        self.layer = layer
 
         def norm(where: str) -> nn.Module:
             return norm_of(config, config.hidden_size) if config.norms in (where, "both") else nn.Identity()

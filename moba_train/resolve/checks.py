@@ -51,7 +51,6 @@ from moba_train.resolve.layout import (
 )
 from moba_train.resolve.run import ResolvedRun
 from moba_train.strict_json import NAMED_NUMBERS
-from moba_train.telemetry.sinks import sink_problems
 
 
 def part_problems(
@@ -173,7 +172,8 @@ def files_problems(config: RunConfig, run: ResolvedRun | None, *, training: bool
         *sample_problems(config.evaluation, settings),
         *(initial_problems(config.model, spec, initial) if initial is not None else ()),
         *_folder_problems(config.run_dir, fallback_dir),
-        *(sink_problems(config.telemetry) if training else ()),
+        *(config.telemetry.member_problems("telemetry") if training else ()),
+        *(config.checkpoint.member_problems("checkpoint") if training else ()),
     ]
 
 

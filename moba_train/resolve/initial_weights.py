@@ -17,6 +17,7 @@ from moba_train.config.layers import layer_ids
 from moba_train.config.model import LayerRope, ModelConfig
 from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash
 from moba_train.errors import CheckpointError
+from moba_train.foreign_files import local_path
 from moba_train.model.spec import (
     ModelSpec,
     Shapes,
@@ -128,7 +129,7 @@ def unread_folder(init_from: str | None, checkpoints: Sequence[Path]) -> Path | 
         has_begun = any(map(published, checkpoints))
     except UnreadableError:
         has_begun = True
-    return None if has_begun else Path(init_from)
+    return None if has_begun else local_path(init_from)
 
 
 def left_out_kinds(spec: ModelSpec, folder: Path) -> dict[tuple[int, str], Shapes]:

@@ -25,6 +25,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from moba_train.attention.kernels.table import BackendChoice, Facts, Machine, resolve_backend, this_machine
+from moba_train.attention.registry import KINDS
 from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.config.attention import LayerAttention
 from moba_train.config.checkpoint import CheckpointConfig
@@ -242,7 +243,7 @@ _TRITON_ELSEWHERE = "3.6.0"
 
 @runtime_checkable
 class _BlockOptions(Protocol):
-    """Options of a kind that attends to selected blocks by a backend of the table."""
+    """Options of a kind that attends to selected blocks, by a backend of the table unless it has kernels of its own."""
 
     backend: str
     block_size: int
@@ -266,18 +267,12 @@ def _block_backends(
         options = layer.options
         if not isinstance(options, _BlockOptions):
             continue
-        facts = Facts(
-            _machine(device),
-            setup.computation.dtype,
-            model.head_width,
-            block_size=options.block_size,
-            history_blocks=options.topk - 1,
-            rows=tokens * model.heads // mesh.tp,
-            whole=mesh.cp == 1,
-            all_keys=strategy is None or strategy.transport != "ring",
-        )
+        sizes = model.head_width, options.block_size, options.topk - 1, tokens * model.heads // mesh.tp
+        all_keys = strategy is None or strategy.transport != "ring"
+        facts = Facts(_machine(device), setup.computation.dtype, *sizes, whole=mesh.cp == 1, all_keys=all_keys)
         try:
-            found[layer] = resolve_backend(f"attention.{layer.kind}.backend", options.backend, facts)
+            if not KINDS[layer.kind](layer.options, model.head_width).facts.own_kernels:
+                found[layer] = resolve_backend(f"attention.{layer.kind}.backend", options.backend, facts)
         except ValueError as error:
             problems.append(f"{error} (stage {stage.name!r})")
     if problems:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch.optim import Optimizer
@@ -23,6 +23,7 @@ from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimize
 from moba_train.config.stages import Stage
 from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import CheckpointError, LaunchError, TrainingError, UserError
+from moba_train.foreign_files import local_path
 from moba_train.health.node import Disk, disk_problem
 from moba_train.memory.weights import checkpoint_bytes
 from moba_train.model.spec import describe_sizes, new_kind_sizes
@@ -37,6 +38,8 @@ from moba_train.run.resumable import resumed_progress, run_then, unused_paramete
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 1.0
+"""Seconds for which ranks wait at a time for the store of rank 0; a collective that waits longer would time out."""
 LAST_SAVE_S = 30.0
 """Seconds that a running save may take after an error; when a rank is gone, it never ends."""
 
@@ -60,6 +63,25 @@ class Start:
     """Sentence about the weights that `init_from` has given; empty: none."""
     seconds: float = 0.0
     """Seconds that it took to find, verify and load the checkpoint."""
+
+
+class CheckpointStore(Protocol):
+    """A place elsewhere that gets a copy of every checkpoint, in the background. Used on rank 0.
+
+    A registered store (entry point group `moba_train.checkpoint_stores`) has class methods: `open(options, folders)`,
+    which begins to fetch its newest copy into the run's folder unless that has a newer checkpoint; `problem(options)`,
+    as of a sink; and `local_copy(address)`, the path on this machine of a copy of what is at the address.
+    """
+
+    def copy(self, path: Path) -> None:
+        """Begin to copy the checkpoint, or begin again where an earlier start was killed."""
+
+    def is_idle(self, wait_s: float) -> bool:
+        """True if all that was begun has ended, after waiting at most `wait_s` seconds for it. Raises UserError when
+        the copy that the run needs could not be fetched."""
+
+    def news(self) -> list[tuple[str, bool]]:
+        """Sentences about copies since the last call, each with false where the copy has failed."""
 
 
 class Loaded(NamedTuple):
@@ -111,12 +133,15 @@ class RunCheckpoints:
         self._start_id = broadcast(uuid.uuid4().hex[:8])
         self._evaluated = Evaluated({})
         places = (Place(other, Retention(keep.keep_last), "checkpoint.fallback_dir") for other in self._other_folders)
+        asked = keep.asked_for() if world.is_main and run.memory.saves else []
+        self.stores: list[CheckpointStore] = [store.open(options, run.folders) for _, store, options in asked]
         self.checkpointer = Checkpointer(
             self.folder,
             Retention(keep.keep_last, keep.keep_every, keep.keep_best),
             fallback=next(places, None),
             check_lock=check_lock,
             max_failures=keep.max_failures,
+            saved=self._copy,
         )
 
     def start(self, from_scratch: bool = False) -> Start:
@@ -128,12 +153,15 @@ class RunCheckpoints:
         TrainingError when too many starts have made no progress.
         """
         began = time.monotonic()
+        self._wait_for_stores()
         # Without saves no start can make progress.
         most = self._run.health.max_restarts_without_progress if self._run.memory.saves else None
         path = self.trust.begin(self._newest_to_resume_from, most)
         try:
             found = self._resume(path, from_scratch) if path is not None else self._first_start(from_scratch)
             self.begun = replace(found, seconds=time.monotonic() - began)
+            if path is not None:
+                self._copy(path)  # an earlier start may have been killed before it was copied
             if self._run.memory.saves:
                 # Page-locking takes about a second for every five GB, which the first save would otherwise wait for.
                 self.checkpointer.reserve(self._tensors())
@@ -166,7 +194,7 @@ class RunCheckpoints:
         progress = Progress(run_id=broadcast(uuid.uuid4().hex[:8]))
         if self._run.init_from is None:
             return Start(progress)
-        return Start(progress, initial_weights=load_initial_weights(self._model, Path(self._run.init_from)))
+        return Start(progress, initial_weights=load_initial_weights(self._model, local_path(self._run.init_from)))
 
     def _newest_to_resume_from(self, accept: Accept) -> Path | None:
         """The newest intact and finite checkpoint that `accept` accepts; None when there are no checkpoints."""
@@ -236,12 +264,7 @@ class RunCheckpoints:
         return bool(self.saved_step) and self.trust.doubt(self.saved_step, self._saved_id, reason)
 
     def save(
-        self,
-        progress: Progress,
-        stage: Stage,
-        detector: dict[str, Any],
-        facts: dict[str, object],
-        protect: Accept,
+        self, progress: Progress, stage: Stage, detector: dict[str, Any], facts: dict[str, object], protect: Accept
     ) -> float:
         """Begin to save the state after `progress.step`, in `stage`.
 
@@ -305,6 +328,14 @@ class RunCheckpoints:
         if (error := self.checkpointer.last_error) is not None:
             raise CheckpointError(f"{error}; remove the cause and run the same command again")
 
+    def _copy(self, path: Path) -> None:
+        for store in self.stores:
+            store.copy(path)
+
+    def _wait_for_stores(self) -> None:
+        while not broadcast(all(store.is_idle(_POLL_S) for store in self.stores)):
+            pass
+
     def _lock_problem(self) -> str | None:
         try:
             self._check_lock()
@@ -325,6 +356,8 @@ class RunCheckpoints:
         # After such errors every rank comes here, so that the running save can end; after any other a rank may be gone.
         all_ranks_end = error is None or isinstance(error, TrainingError | CheckpointError)
         self.checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
+        if all_ranks_end:
+            self._wait_for_stores()
 
 
 def _folders_problem(folders: RunFolders, fallback: str | None, needed: int) -> str | None:

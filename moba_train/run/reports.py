@@ -1,7 +1,8 @@
 """Reports of a run in addition to metrics: events at the current step, from its start to its end."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from moba_train.checkpoint.checkpointer import Checkpointer, Saved
@@ -13,7 +14,7 @@ from moba_train.memory.activations import StageActivations
 from moba_train.memory.shortage import over_budget, shortage
 from moba_train.parallel.world import World
 from moba_train.resolve.run import ResolvedRun, StageLayout
-from moba_train.run.checkpoints import Start, not_finite_values
+from moba_train.run.checkpoints import CheckpointStore, Start, not_finite_values
 from moba_train.run.evaluations import evaluation_records
 from moba_train.run.progress import Progress
 from moba_train.run.recipe_changes import describe_changes, rate_jump, recipe_changes, write_recipe
@@ -53,22 +54,22 @@ class RunReports:
         self._progress = progress
         self._tokens = tokens
         self._is_main = world.is_main
-        self.telemetry = Telemetry([])
         self._recorded: list[Record] = []
         """Records of an earlier start at this step, also those after it had saved the step's checkpoint."""
         self._told_saves = 0
         """Number of the good saves that are reported."""
-        self._told_errors = 0
-        """Number of the errors of saves that are reported."""
         recipe_before: str | None = None
         last_step = run.stages[-1].end_step
-        if world.is_main:
+        resumed = progress.step or None
+        described = SinkRun(run.folders.run, run.name, progress.run_id, resumed, last_step, {}, world.rank)
+        if not world.is_main:
+            self.telemetry = make_telemetry(run.telemetry, described)
+        else:
             folder = run.folders.run
             recipe_before = write_recipe(folder, run.recipe, progress.step)
             repeated = evaluation_records() if evaluates_again else ()
             recipe = parse_config(run.recipe, "recipe").model_dump(mode="json") | {"code": code_version()}
-            described = SinkRun(folder, run.name, progress.run_id, progress.step or None, last_step, recipe)
-            self.telemetry = make_telemetry(run.telemetry, described, repeated)
+            self.telemetry = make_telemetry(run.telemetry, replace(described, recipe=recipe), repeated)
             history = read_since(folder / "metrics.jsonl", progress.step)
             here = (record for record in history if record["step"] == progress.step)
             self._recorded = [record for record in here if record["type"] not in repeated]
@@ -156,9 +157,8 @@ class RunReports:
     def saves(self, checkpointer: Checkpointer) -> None:
         """Report once how the saves so far have ended; the run goes on in any case."""
         saves = checkpointer.saves[self._told_saves :]
-        errors = checkpointer.errors[self._told_errors :]
+        errors = [checkpointer.errors.pop(0) for _ in range(len(checkpointer.errors))]
         self._told_saves += len(saves)
-        self._told_errors += len(errors)
         for saved in saves:
             self._saved(saved)
         if not errors or isinstance(checkpointer.fatal, LaunchError):
@@ -192,6 +192,15 @@ class RunReports:
             text = f"the checkpoint of step {saved.step} holds {values}; the run will not resume from it"
             self.event("warning", text)
             self.telemetry.alert("a checkpoint is not finite", text, "not_finite")
+
+    def copies(self, stores: Iterable[CheckpointStore]) -> None:
+        """Report once how the copies of checkpoints so far have ended."""
+        for text, is_good in (news for store in stores for news in store.news()):
+            if is_good:
+                self.event("checkpoint", text)
+            else:
+                self.event("warning", text)
+                self.telemetry.alert("a checkpoint was not copied", text, "checkpoint_copy")
 
     def stop_time(self, stop_time: StopTime, save_s: float | None) -> None:
         """Report how long an orderly stop takes, where that is known for the first time or has become longer;

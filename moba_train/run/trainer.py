@@ -216,6 +216,7 @@ class Trainer:
     def _step(self, stage: Stage, batches: list[Batch]) -> None:
         """One optimizer step. Raises RunStoppedError, with nothing done, when any rank is asked to stop."""
         before = self.progress.step
+        self.reports.telemetry.begin_step(before + 1)
         losses: StepLosses | None = None
         with self.monitors.watch.phase("forward and backward", before):
             counts = self._counts(stage, batches)
@@ -349,6 +350,7 @@ class Trainer:
     def _report_saves(self) -> None:
         """Report how saves have ended; also after an error, as the run ends."""
         self.reports.saves(self.checkpoints.checkpointer)
+        self.reports.copies(self.checkpoints.stores)
 
 
 class Monitors:

@@ -1,7 +1,7 @@
 """The sink for the terminal, and the `Telemetry` of a run from its recipe."""
 
 import datetime
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from rich.console import Console
@@ -106,36 +106,22 @@ def _short(value: float) -> str:
 
 
 def make_telemetry(config: TelemetryConfig, run: SinkRun, repeated: Collection[str] = ()) -> Telemetry:
-    """A `Telemetry` with the sinks that the recipe asks for. To be called on rank 0.
+    """A `Telemetry` with the sinks that the recipe asks for on this rank.
 
     `repeated`: types of records that are made again for `run.resumed_step` itself.
     """
+    if run.rank:
+        on_every_rank = [entry for entry in config.asked_for() if getattr(entry[1], "on_every_rank", False)]
+        return Telemetry([sink.open(setting, run) for _, sink, setting in on_every_rank])
     run.folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonlSink(run.folder / "metrics.jsonl", run.resumed_step, repeated)]
-    sinks += [sink.open(setting, run) for _, sink, setting in _asked_for(config)]
+    sinks += [sink.open(setting, run) for _, sink, setting in config.asked_for()]
     return Telemetry(sinks)
-
-
-def sink_problems(config: TelemetryConfig) -> Iterator[str]:
-    """Packages that the recipe's sinks need and that are not installed, each with the command that installs it."""
-    for name, sink, setting in _asked_for(config):
-        if hasattr(sink, "problem") and (problem := sink.problem(setting)):
-            yield f"telemetry.{name}: {problem}"
 
 
 def describe_sinks(config: TelemetryConfig) -> str:
     """The places of a run's records, and the sinks that are off, on one line."""
-    asked = _asked_for(config)
+    asked = config.asked_for()
     on = [sink.describe(setting) if hasattr(sink, "describe") else name for name, sink, setting in asked]
     off = sorted({*TELEMETRY_SINKS} - {name for name, _, _ in asked})
     return ", ".join(["metrics.jsonl", *on]) + (f"; off: {', '.join(off)}" if off else "")
-
-
-def _asked_for(config: TelemetryConfig) -> list[tuple[str, Any, Any]]:
-    """(name, class, value of its key in `telemetry`) of every registered sink that the recipe asks for."""
-    settings = ((name, getattr(config, name, None)) for name in TELEMETRY_SINKS)
-    return [
-        (name, TELEMETRY_SINKS[name], setting)
-        for name, setting in settings
-        if setting and getattr(setting, "mode", "") != "disabled"
-    ]

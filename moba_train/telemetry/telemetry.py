@@ -111,7 +111,8 @@ class SinkRun:
     total_steps: int
     """Expected last step."""
     recipe: Mapping[str, Any]
-    """Every value of the recipe, and the version of the code, as JSON values."""
+    """Every value of the recipe, and the version of the code, as JSON values; empty on other ranks than 0."""
+    rank: int = 0
 
 
 class Sink(Protocol):
@@ -121,7 +122,8 @@ class Sink(Protocol):
     A registered sink (entry point group `moba_train.telemetry_sinks`) has class methods that are given the value of its
     key in `telemetry`: `open(setting, run: SinkRun)`; and, if it likes, `problem(setting)`, the reason why it cannot be
     used on this machine (empty: it can), and `describe(setting)`, its words in the run's first lines. A sink of another
-    package has its section of the recipe in its attribute `Options`.
+    package has its section of the recipe in its attribute `Options`. One with `on_every_rank = True` is opened on all
+    ranks. One with a method `begin_step(step, stage)` is told when a step begins.
     """
 
     def write(self, record: Record) -> None:
@@ -147,6 +149,12 @@ class Telemetry:
         self._step = 0
         self._tokens = 0
         self._lock = threading.Lock()  # a stall is reported from another thread
+
+    def begin_step(self, step: int) -> None:
+        """Tell the sinks that ask for it that `step` begins."""
+        for sink, _ in self._sinks:
+            if hasattr(sink, "begin_step"):
+                sink.begin_step(step, self.stage)
 
     def log(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a step; `tokens` is the number consumed so far."""

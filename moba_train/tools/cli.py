@@ -24,6 +24,26 @@ from moba_train.tools.sparsify.command import sparsify
 app = command_group("Distributed long-context pretraining with MoBA.")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from moba_train.environment import code_version, describe_code
+
+        typer.echo(describe_code(code_version()))
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="print the version and, in a checkout, the commit"
+        ),
+    ] = False,
+) -> None:
+    """Distributed long-context pretraining with MoBA."""
+
+
 class Dtype(StrEnum):
     """Element types of exported weights."""
 

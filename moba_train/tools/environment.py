@@ -86,6 +86,8 @@ OPTIONAL_PACKAGES = (
         "plotly", "report.html at the end of a run, moba-train report", "plotly.offline", "get_plotlyjs", "'plotly>=6'"
     ),
     _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter"),
+    _pip("s3fs", "addresses s3://... of checkpoint.upload, init_from and moba-data", "s3fs", "S3FileSystem"),
+    _pip("gcsfs", "addresses gs://... of the same", "gcsfs", "GCSFileSystem"),
     _pip("tokenizers", "tokenizer.json files, in moba-data and generate", "tokenizers", "Tokenizer"),
     _pip("tiktoken", "moba-data tokenize --tokenizer tiktoken:NAME", "tiktoken", "get_encoding"),
     _pip("fastokens", "moba-data tokenize, several times as fast", "fastokens", "Tokenizer"),

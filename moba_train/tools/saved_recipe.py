@@ -33,6 +33,7 @@ from moba_train.model.spec import ModelSpec, kind_prefix
 from moba_train.model.transformer import Transformer
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
+from moba_train.tools.needle.options import asking
 
 
 class SavedRun(NamedTuple):
@@ -119,7 +120,7 @@ def check_paths(
 
 def evaluation_corpora(data: DataConfig, evaluation: EvaluationConfig) -> dict[str, str]:
     """The corpora that evaluation reads, by the keys that name them."""
-    named = {f"evaluation.{name}.corpus": section.corpus for name, section in evaluation.asking().items()}
+    named = {f"evaluation.{name}.corpus": section.corpus for name, section in asking(evaluation).items()}
     return {
         **{f"data.validation[{index}].path": source.path for index, source in enumerate(data.validation)},
         **{key: path for key, path in named.items() if path is not None},
@@ -273,7 +274,7 @@ def open_for_generation(
 
 def with_corpora(evaluation: EvaluationConfig, change: Callable[[str], str | None]) -> EvaluationConfig:
     """A copy in which `change` has been applied to every corpus that a section names."""
-    named = {name: section for name, section in evaluation.asking().items() if section.corpus is not None}
+    named = {name: section for name, section in asking(evaluation).items() if section.corpus is not None}
     changed = {
         name: section.model_copy(update={"corpus": change(str(section.corpus))}) for name, section in named.items()
     }

@@ -337,7 +337,6 @@ class Machine:
             NVMMASharedLayout=type("", (), {"__new__": nothing, "get_default_for": nothing}),
             allocate_shared_memory=_allocate,
             warp_specialize=self.run,
-            thread_barrier=nothing,
             program_id=lambda axis: Number(self.program[axis]),
             num_programs=lambda axis: self.programs[axis],
             inline_asm_elementwise=self.assembly,
@@ -362,10 +361,10 @@ class Machine:
             "mbarrier": SimpleNamespace(
                 init=init, wait=self.wait_for, arrive=self.arrive, expect=self.expect, MBarrierLayout=lambda: Barriers
             ),
-            "tma": SimpleNamespace(async_copy_global_to_shared=self.load_tile),
-            "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=self.gather, commit_group=nothing, wait_group=self.end_copies
-            ),
+            "copy_to_shared": self.load_tile,
+            "gather_to_shared": self.gather,
+            "thread_barrier": nothing,
+            "async_copy": SimpleNamespace(commit_group=nothing, wait_group=self.end_copies),
             "fence_async_shared": nothing,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.end_products,

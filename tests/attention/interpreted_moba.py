@@ -168,7 +168,7 @@ def test_a_query_may_attend_to_127_blocks_beside_its_own(long: bool, monkeypatch
     for name, file in zip(("forward_pass", "backward_pass"), passes, strict=True):
         monkeypatch.setattr(call.BlockCall, name, f"triton/{file}.py")
     if long:
-        monkeypatch.setattr(call, "tile_shapes", lambda head_dim, _block_size: tile_shapes(head_dim, 4096))
+        monkeypatch.setattr(call, "tile_shapes", lambda head_dim, *_: tile_shapes(head_dim, 4096))
     whole = layout_of([128 * block_size], "cpu")
     layout = whole.part((TokenRange(whole.total - 8, whole.total),), None)
     (q, _, _, dout), (_, k, v, _) = (inputs([n], 1, 1, 64, torch.float32, "cpu") for n in (8, whole.total))

@@ -24,7 +24,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own source, by tiles of 16 rows and 16 keys."""
     shape = TileShape(16, 16, 4, 2)
     monkeypatch.setattr(
-        call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_diagonal=shape)
+        call, "tile_shapes", lambda d, b, *_: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_diagonal=shape)
     )
     for seed, (module, name) in enumerate(
         [
@@ -81,7 +81,9 @@ def test_short_blocks_gather_the_rows_of_all_heads_at_once_or_of_parts(
     """One tile of keys; `limit`: entries of a work range, here cut by heads and queries; `split`: rows of a split."""
     monkeypatch.setattr(blocks_256_to_4096_gradients, "_SHORT_SPLIT", split)
     shape = TileShape(16, 64, 4, 2)
-    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, b), dkdv=shape, dkdv_diagonal=shape))
+    monkeypatch.setattr(
+        call, "tile_shapes", lambda d, b, *_: replace(tile_shapes(d, b), dkdv=shape, dkdv_diagonal=shape)
+    )
     monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "diagonal_in_one_pass", lambda self: True)
     monkeypatch.setattr(BlockCall, "backward_pass", "hopper/blocks_128_gradients.py")
     monkeypatch.setattr(BlockCall, "limit", limit)

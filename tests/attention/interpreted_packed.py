@@ -46,7 +46,7 @@ def test_packed_rows_give_the_same_gradients(
     ours = build("triton", head_dim, **options)
     shape = TileShape(32, 64, 4, 2)
     monkeypatch.setattr(
-        call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_diagonal=shape)
+        call, "tile_shapes", lambda d, b, *_: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_diagonal=shape)
     )
     monkeypatch.setattr(call.BlockCall, "forward_pass", "triton/blocks_from_144_forward.py")
     monkeypatch.setattr(call.BlockCall, "backward_pass", "triton/blocks_from_144_dq.py")
@@ -112,7 +112,7 @@ def test_launches_of_one_pass_add_up(
 ) -> None:
     """Packed rows, their positions, the order of sums; the two kernels' arithmetic is PyTorch's here."""
     shape = replace(tile_shapes(64, 4096), dkdv=TileShape(64, keys, 8, 3))
-    monkeypatch.setattr(call, "tile_shapes", lambda d, b: shape)
+    monkeypatch.setattr(call, "tile_shapes", lambda d, b, *_: shape)
     one_pass_model.use(monkeypatch, own=own)
     monkeypatch.setattr(blocks_256_to_4096_gradients, "_SHORT_SPLIT", 128)
     lengths = [600, 1, 70]

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "seer": {"topk": 3},
     "msa": {"topk": 3},
     "qsa": {"topk": 3},
+    "indexer": {"topk": 3, "local_blocks": 1},
 }
 """Besides lengths, of which those that are not here become a sixteenth of the default, and at most 4."""
 

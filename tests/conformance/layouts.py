@@ -62,6 +62,11 @@ ATTENTION: list[tuple[str, dict[str, Any]]] = [
     ("seer", {"block_size": 4, "topk": 3, "gate_dim": 6, "train_gate": True, "kl_weight": 0.5}),
     ("seer", {"block_size": 4, "topk": 3, "gate_dim": 6, "mode": "warmup"}),
     ("msa", {"block_size": 4, "topk": 3, "index_dim": 6, "train_gate": True, "kl_weight": 0.5}),
+    ("indexer", {"block_size": 1, "topk": 9, "index_dim": 6, "index_heads": 2, "mode": "warmup"}),
+    (
+        "indexer",
+        {"block_size": 2, "topk": 6, "local_blocks": 2, "top_p": 0.8, "coarse": {"block_size": 8, "blocks": 4}},
+    ),
     ("nsa", {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6, "hidden": 5}),
     ("lightning", {}),
     ("kda", {}),

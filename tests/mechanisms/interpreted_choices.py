@@ -6,7 +6,7 @@ import torch
 from moba_train.attention.kernels.common import selection
 from moba_train.attention.kernels.triton import highest_scores
 from moba_train.attention.layout import TokenRange, layout_arguments
-from moba_train.mechanisms.gates import grid, msa_operators, seer_operators
+from moba_train.mechanisms.gates import grid, index_operators, seer_operators
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from moba_train.mechanisms.infllm_v2.scores import window_means
 from moba_train.mechanisms.nsa import selection as nsa_selection
@@ -121,14 +121,58 @@ def test_index_branches_select_and_learn_as_in_plain_pytorch(
     q, k = random(queries, heads, width), random(layout.total, kv_heads, width)
     index = random(queries, kv_heads, widths[1]), random(layout.total, widths[1])
     lse, weights = 4 + random(heads, queries).float(), random(queries).float()
-    ours, plain = (msa_operators.select(*index, *where, block_size, count, in_plain) for in_plain in (False, True))
+    ours, plain = (
+        index_operators.select(*index, None, *where, block_size, count, False, in_plain) for in_plain in (False, True)
+    )
     assert torch.equal(ours, plain)
     for selected in (None, plain):
         results = []
         for in_plain in (False, True):
             leaves = [x.clone().requires_grad_() for x in index]
-            sizes = block_size, width**-0.5, in_plain
-            divergence = msa_operators.distill(*leaves, q, k, lse, selected, *where, *sizes)
+            sizes = block_size, width**-0.5, False, in_plain
+            divergence = index_operators.distill(*leaves, q, k, lse, selected, *where, *sizes)
+            results.append([divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)])
+        for name, a, b in zip(("divergence", "dq", "dk"), *results, strict=True):
+            assert error(a, b.double()) < (2e-6 if dtype == torch.float32 else 2e-3), name
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "block_size", "dtype", "ranges"),
+    [
+        (4, 2, 16, torch.float32, None),
+        (3, 1, 24, torch.float16, None),
+        (2, 2, 40, torch.float32, ((40, 70), (150, 201))),
+    ],
+)
+def test_indexers_learn_from_the_kernels_probabilities_as_in_plain_pytorch(
+    heads: int,
+    kv_heads: int,
+    block_size: int,
+    dtype: torch.dtype,
+    ranges: tuple[tuple[int, int], ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The divergence and its gradients: over the selected blocks, and over all of them."""
+    monkeypatch.setitem(grid._SCORES_PER_CHUNK, "cpu", 5000)  # several chunks
+    layout = layout_of([150, 0, 1, 60], "cpu")
+    if ranges:
+        layout = layout.part(tuple(TokenRange(*given) for given in ranges), None)
+    where, queries = layout_arguments(layout), len(layout.q_tokens)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q, k = random(queries, heads, 64), random(layout.total, kv_heads, 64)
+    index = random(queries, kv_heads, 2 * 8 + 2), random(layout.total, kv_heads * 8)  # two heads of width 8
+    lse, weights = 4 + random(heads, queries).float(), random(queries).float()
+    chosen = index_operators.select(*index, None, *where, block_size, 3, True, True)
+    for selected in (None, chosen):
+        results = []
+        for in_plain in (False, True):
+            leaves = [x.clone().requires_grad_() for x in index]
+            sizes = block_size, 64**-0.5, True, in_plain
+            divergence = index_operators.distill(*leaves, q, k, lse, selected, *where, *sizes)
             results.append([divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)])
         for name, a, b in zip(("divergence", "dq", "dk"), *results, strict=True):
             assert error(a, b.double()) < (2e-6 if dtype == torch.float32 else 2e-3), name

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from moba_train.attention.kernels.common.tiles import TileShape
 from moba_train.mechanisms.gates import msa_kernels as msa
 from moba_train.mechanisms.gates import seer_kernel as seer
+from moba_train.mechanisms.gates import short_block_kernels as short
 from moba_train.mechanisms.infllm_v2 import score_kernels as infllm_v2
 from moba_train.mechanisms.nsa import selection_kernel as nsa
 from tests.attention.test_triton_compiles import SHARED_LIMIT, compile_for_hopper, fits, half, sizes, spilled_bytes
@@ -50,6 +51,33 @@ def test_index_scores_probabilities_and_their_gradients_fit(
     shape = msa.KEY_GRADIENTS
     constants = {"W": head_dim, "LISTED": listed, "M": shape.rows, "N": shape.keys}
     fits(msa._key_gradients, constants, shape, dtype, 0, tmp_path)
+
+
+@half
+@pytest.mark.parametrize(("head_dim", "listed"), [(64, True), (128, False)])
+def test_probabilities_of_the_blocks_of_an_indexer_fit(head_dim: int, listed: bool, dtype: str, tmp_path: Path) -> None:
+    shape = msa.tile_shape(16)
+    constants = sizes(shape, head_dim, W=16, LISTED=listed, ATTENTION=True)
+    fits(msa._scores, constants, shape, dtype, 0, tmp_path, maxnreg=msa.REGISTERS)
+
+
+@half
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), [(64, 3, 16), (128, 16, 1), (128, 8, 48)])
+def test_attention_to_short_blocks_fits_and_uses_the_matrix_units(
+    head_dim: int, group: int, block_size: int, dtype: str, tmp_path: Path
+) -> None:
+    by_query = short.query_tile(group)
+    by_key = short.key_tile(block_size, head_dim)
+    for kernel, shape, more in (
+        (short._attend, by_query, {"B": block_size}),
+        (short._query_gradients, by_query, {"B": block_size}),
+        (short._key_gradients, by_key, {}),
+    ):
+        options = {"num_warps": shape.warps, "num_stages": shape.stages}
+        compiled = compile_for_hopper(kernel, sizes(shape, head_dim, group, **more), shape.keys, dtype, **options)
+        assert "mma.sync" in compiled.asm["ptx"] or "wgmma.mma_async" in compiled.asm["ptx"]
+        assert 2 * compiled.metadata.shared <= SHARED_LIMIT  # two programs on a multiprocessor
+        assert spilled_bytes(compiled, tmp_path) == 0
 
 
 @half

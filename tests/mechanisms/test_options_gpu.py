@@ -19,6 +19,17 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "windows": {"default": "window", "window": {"window": 32, "sinks": 4}, "full_layers": "last:1"},
     "an indexer": {"default": "qsa", "qsa": {"topk": 8}, "full_layers": "last:1"},
     "an indexer that warms up": {"default": "qsa", "qsa": {"topk": 8, "mode": "warmup"}, "full_layers": "none"},
+    "a narrow indexer in two stages": {
+        "default": "indexer",
+        "indexer": {
+            "block_size": 8,
+            "topk": 8,
+            "local_blocks": 2,
+            "top_p": 0.9,
+            "coarse": {"block_size": 32, "blocks": 3},
+        },
+        "full_layers": "last:1",
+    },
     "the ideal selection": {"default": "oracle", "oracle": {"block_size": 16, "topk": 2}},
 }
 

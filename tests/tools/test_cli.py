@@ -11,8 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from moba_train import __version__
 from moba_train.config.load import load_config
-from moba_train.environment import import_problem
+from moba_train.environment import code_version, describe_code, import_problem
 from moba_train.tools.cli import app
 from moba_train.tools.cli_options import table_console
 from moba_train.tools.environment import OPTIONAL_PACKAGES
@@ -48,6 +49,13 @@ def test_help_starts_at_once_without_heavy_imports() -> None:
         assert done.returncode == 0, done.stderr
         assert "plan" in done.stdout
     assert min(times) < 0.5
+
+
+def test_version_names_the_commit() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout == f"{describe_code(code_version())}\n"
+    assert result.stdout.startswith(f"moba_train {__version__}")
 
 
 def test_plan_prints_the_layout_and_what_it_costs(recipe: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from moba_train.checkpoint import manifest, publish
 from moba_train.config.load import parse_config
+from moba_train.tools.needle.options import asking
 from moba_train.tools.saved_recipe import SavedPaths, _origin
 
 
@@ -52,7 +53,7 @@ def test_corpora_of_evaluations_are_found_where_the_run_was_started(
         """,
         "test",
     )
-    found = SavedPaths(config, checkpoints / publish.step_name(1)).located().evaluation.asking()
+    found = asking(SavedPaths(config, checkpoints / publish.step_name(1)).located().evaluation)
     assert {name: section.corpus for name, section in found.items()} == {
         "needle": str(project / "texts"),
         "needle_signal": "gone",

@@ -14,7 +14,7 @@ import pytest
 
 import moba_train
 from moba_train.config.telemetry import TelemetryConfig, WandbConfig
-from moba_train.telemetry.sinks import describe_sinks, sink_problems
+from moba_train.telemetry.sinks import describe_sinks
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.tools.sinks import wandb as wandb_sink
 from moba_train.tools.sinks.tensorboard import TensorBoardSink
@@ -314,9 +314,9 @@ def test_a_sink_without_its_package_is_refused_with_the_command_that_installs_it
 ) -> None:
     for sink in ("tensorboard", "wandb"):
         monkeypatch.setattr(f"moba_train.tools.sinks.{sink}.find_spec", lambda name: None)
-    assert list(sink_problems(TelemetryConfig(report=False))) == []
+    assert list(TelemetryConfig(report=False).member_problems("telemetry")) == []
     asked = TelemetryConfig.model_validate({"tensorboard": True, "report": False, "wandb": {"mode": "offline"}})
-    problems = sorted(sink_problems(asked))
+    problems = sorted(asked.member_problems("telemetry"))
     assert [problem.split(":")[0] for problem in problems] == ["telemetry.tensorboard", "telemetry.wandb"]
     for problem in problems:
         package = problem.split(":")[0].removeprefix("telemetry.")

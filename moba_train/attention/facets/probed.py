@@ -17,7 +17,7 @@ class SelectedBlocks(NamedTuple):
     """The history blocks that queries attend to, in addition to their own."""
 
     ids_HnC: Tensor
-    """int32 [H, n, C], or [1, n, C] for all heads alike: ids as in kernels/common/geometry.py, ascending, -1 behind."""
+    """int32 [H, n, C], [1, n, C] or [K, n, C]: ids as in kernels/common/geometry.py, ascending, -1 behind."""
     block_size: int
     """Tokens of a block."""
 

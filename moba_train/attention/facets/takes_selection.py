@@ -16,5 +16,5 @@ class TakesSelection(ABC):
 
     @abstractmethod
     def given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
-        """The selection of these blocks, int32 [H, T, C]: ascending ids of history blocks, -1 behind. Its shapes and
-        dtypes are those of `empty_selection`."""
+        """The selection of these blocks, int32 [H, T, C], or [K, T, C] as the attention says: ascending ids of history
+        blocks, -1 behind. Its shapes and dtypes are those of `empty_selection`."""

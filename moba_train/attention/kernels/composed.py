@@ -9,8 +9,8 @@ diagonal block first, then the selected blocks one by one, in float32 (float64 f
 A parameter says how results are joined:
 
 `OneSoftmax`  one softmax over the keys of all blocks, by online softmax (attention/kernels/common/merge.py)
-`WeightedSum` a softmax for each block, and the results added up; it needs their (out, lse) again in the backward pass,
-              which computes them again
+`WeightedSum` (mechanisms/moba_v1.py) a softmax for each block, and the results added up; it needs their (out, lse)
+              again in the backward pass, which computes them again
 
 Partial results exist for a part of the work at a time: some key/value heads or, where one head's are too many, a range
 of its tokens (`slots_at_once`). Sorting, gathering and joining have Triton kernels (triton/composed_rows.py) and, for
@@ -152,57 +152,6 @@ class OneSoftmax:
 
 
 ONE_SOFTMAX = OneSoftmax()
-
-
-@dataclass(frozen=True)
-class WeightedSum:
-    """A softmax for each block; the results are added up, those of selected blocks times their weights. A `Join`.
-
-    The weights carry no gradient. `lse` is the log-sum-exp over all keys here as well, though no result depends on it.
-    """
-
-    weights_HTC: Tensor | None
-    """The weight of each selected block, [H, T, C]; None: all are 1, as the diagonal block's always is."""
-    diagonal: bool
-    """Queries attend to their diagonal block at all."""
-
-    def attend_diagonal(
-        self, blocks: BlockKernel, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) over the diagonal blocks; (0, -inf) without any."""
-        if self.diagonal:
-            return blocks.attend_diagonal(q_THD, k_SKD, v_SKD)
-        tokens, heads, _ = q_THD.shape
-        lse_HT = q_THD.new_full((heads, tokens), -torch.inf, dtype=accumulation_dtype(q_THD.dtype))
-        return torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device), lse_HT
-
-    def join(
-        self, part: Part, out_THD: Tensor, lse_HT: Tensor, diagonal_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor
-    ) -> None:
-        """Join by addition."""
-        part.add(out_THD, self._weighted(part, part_ED))
-        part.add_lse(lse_HT, part_E)
-
-    def diagonal_state(
-        self, blocks: BlockKernel, state: BackwardState, heads: slice, kv_heads: slice
-    ) -> BackwardState | None:
-        """The diagonal blocks' results, computed again."""
-        if not self.diagonal:
-            return None
-        some = state.part(heads=heads, kv_heads=kv_heads)
-        out, lse = blocks.attend_diagonal(some.q, some.k, some.v)
-        return some._replace(out=out, lse=lse)
-
-    def slots_state(self, blocks: BlockKernel, part: Part, rows: Rows, k: Tensor, v: Tensor) -> BackwardState:
-        """The slots' results, computed again."""
-        q = part.gather(rows.q)
-        out, lse = blocks.kernel.forward(q, k, v, part.segments, blocks.scale)
-        dout = self._weighted(part, part.gather(rows.dout).squeeze(1)).unsqueeze(1)
-        return BackwardState(dout, q, k, v, out, lse)
-
-    def _weighted(self, part: Part, x_ED: Tensor) -> Tensor:
-        """Rows of slots times their weights, in place."""
-        return x_ED if self.weights_HTC is None else x_ED.mul_(part.by_slot(self.weights_HTC).unsqueeze(1))
 
 
 NAME = "composed"

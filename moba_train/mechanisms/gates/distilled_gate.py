@@ -66,6 +66,11 @@ class GateOptions(Section):
         """Blocks before its own that a query attends to, at most: the own block is one of `topk`."""
         return self.topk - 1
 
+    @property
+    def forced(self) -> tuple[int, int]:
+        """First blocks of a document, and last ones up to a query's own, that the query attends to in any case."""
+        return 0, 1
+
 
 class DistilledGate(AttentionKind):
     """Base class: a kind gives its options, its parameters, its gate's features, their choice and their divergence."""
@@ -78,15 +83,30 @@ class DistilledGate(AttentionKind):
         assert isinstance(options, GateOptions)
         self.gate_options = options
         self.full = FullAttention(FullAttention.Options(), head_dim)
-        self.facts = KindFacts(learns=options.mode == "warmup" or options.train_gate)
         key = f"attention.{self.name}.backend"
-        self.blocks = GivenBlocks(options.block_size, options.history_blocks, head_dim, options.backend, key)
+        first, local = options.forced
+        sizes = options.block_size, options.history_blocks, head_dim
+        attention = self.attends_by(options, head_dim)
+        self.blocks = attention(*sizes, options.backend, key, first=first, local=local)
+        learns = options.mode == "warmup" or options.train_gate
+        self.facts = KindFacts(learns=learns, own_kernels=attention is not GivenBlocks)
         self.attentions = (self.full,) if self.needs_full else ()
 
     @property
     def needs_full(self) -> bool:
         """True if the layer computes full attention."""
         return self.gate_options.mode == "warmup"
+
+    @classmethod
+    def attends_by(cls, options: GateOptions, head_dim: int) -> type[GivenBlocks]:
+        """Class of the attention to selected blocks."""
+        return GivenBlocks
+
+    @classmethod
+    def triton_problem(cls, options: GateOptions, context: StageContext) -> str:
+        """The reason why the kernels of this attention cannot run in a stage; empty if they can."""
+        sizes = context.model.head_width, options.block_size, options.history_blocks
+        return triton_problem(context.device, *sizes)
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
@@ -97,7 +117,7 @@ class DistilledGate(AttentionKind):
                 f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
                 f"{context.seq_len} tokens; allowed: at most seq_len"
             )
-        reason = triton_problem(context.device, context.model.head_width, options.block_size, options.history_blocks)
+        reason = cls.triton_problem(options, context)
         if options.mode == "sparse" and options.backend == "triton" and reason:
             yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 
@@ -106,8 +126,9 @@ class DistilledGate(AttentionKind):
         """The gate's features from the layer's detached inputs. Called on all ranks together."""
 
     @abstractmethod
-    def select(self, features: Features, shard: Shard, q_nHd: Tensor) -> Tensor:
-        """The history blocks of the shard's queries, int32 [H, n, C]; of `q_nHd`, the shape counts."""
+    def select(self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
+        """The history blocks of the shard's queries, int32 [H, n, C], or [K, n, C] if `self.blocks` takes them so;
+        `q_nHd`, `k_TKd`: rotated."""
 
     @abstractmethod
     def divergence(
@@ -147,7 +168,7 @@ class DistilledGate(AttentionKind):
         features = self.features(layer, parameters)
         if observer:  # sees what the gate would select
             v_TKd = shard.gather("v", own_rows(rotated.v_TKd, shard).detach())
-            selected_HnC = self.select(features, shard, q_nHd)
+            selected_HnC = self.select(features, shard, q_nHd, k_TKd)
             observer.selected(self.blocks, (selected_HnC,), shard.layout)
             call = AttentionCall(q_nHd, k_TKd, v_TKd, self.blocks, shard.layout, selected_HnC, has_all_keys=True)
             observer.attended(call, out_LHd, lse_HL)
@@ -165,7 +186,7 @@ class DistilledGate(AttentionKind):
         if attends_to_all(shard):
             return padded(shard.attend(q_nHd, k_TKd, v_TKd, self.full)[0], len(layer.x_TD)), None
         features = self.features(layer, parameters)
-        selected_HnC = self.select(features, shard, q_nHd)
+        selected_HnC = self.select(features, shard, q_nHd, k_TKd)
         out_nHd, lse_Hn = shard.attend(q_nHd, k_TKd, v_TKd, self.blocks, selected_HnC)
         if not (self.facts.learns and torch.is_grad_enabled()):
             return padded(out_nHd, len(layer.x_TD)), None

@@ -167,3 +167,10 @@ def causal_chunks(
             stop = start + (stop - start) // 2
         yield slice(start, stop), slice(low, int(own[stop - 1]) + 1)
         start = stop
+
+
+def row_chunks(rows: int, numbers_per_row: int, device: torch.device) -> Iterator[slice]:
+    """Slices over rows, each with a bounded number of numbers, but at least one row."""
+    step = max(1, _SCORES_PER_CHUNK.get(device.type, 2**18) // max(1, numbers_per_row))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

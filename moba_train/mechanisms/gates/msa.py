@@ -16,28 +16,29 @@ from torch import Tensor, nn
 
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kind import LayerInput, MicroBatch, TokenBytes
-from moba_train.attention.layout import layout_arguments
+from moba_train.attention.layout import LayoutArguments, layout_arguments
 from moba_train.attention.shard import Shard, own_rows
 from moba_train.config.base import Length, Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
-from moba_train.mechanisms.gates import msa_operators as operators
+from moba_train.mechanisms.gates import index_operators as operators
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateCosts, GateOptions
+from moba_train.mechanisms.gates.short_blocks import ShortBlocks
 from moba_train.mechanisms.layout_operators import query_positions
 
 
 class IndexBranch(nn.Module):
-    """Two projections: an index query for each group, and `key_heads` index keys; normalised if `norms`."""
+    """Two projections: `heads` index queries for each group, and `key_heads` index keys; normalised if `norms`."""
 
-    def __init__(self, model: ModelConfig, width: int, key_heads: int, norms: bool) -> None:
+    def __init__(self, model: ModelConfig, width: int, key_heads: int, norms: bool, heads: int = 1) -> None:
         super().__init__()
         self.width = width
-        self.q_proj = nn.Linear(model.hidden_size, model.kv_heads * width, bias=False)
+        self.q_proj = nn.Linear(model.hidden_size, model.kv_heads * heads * width, bias=False)
         self.k_proj = nn.Linear(model.hidden_size, key_heads * width, bias=False)
         self.q_norm = nn.RMSNorm(width, model.norm_eps) if norms else nn.Identity()
         self.k_norm = nn.RMSNorm(width, model.norm_eps) if norms else nn.Identity()
 
     def forward(self, x_nD: Tensor) -> tuple[Tensor, Tensor]:
-        """Index queries [n, K, w] and index keys [n, key_heads, w], not rotated."""
+        """Index queries [n, K * heads, w] and index keys [n, key_heads, w], not rotated."""
         q_nKw = self.q_norm(self.q_proj(x_nD).unflatten(-1, (-1, self.width)))
         return q_nKw, self.k_norm(self.k_proj(x_nD).unflatten(-1, (-1, self.width)))
 
@@ -46,6 +47,8 @@ class MsaKind(DistilledGate):
     """The query heads of a group attend to the blocks whose best tokens an index branch scores highest."""
 
     name = "msa"
+    pooled = False
+    """True if a block's score is that of its mean index key, of which each group has its own."""
 
     class Options(GateOptions):
         """Options of `kind: msa`."""
@@ -77,13 +80,18 @@ class MsaKind(DistilledGate):
         q_nKw, k_niw = (layer.rotate_at(x, positions_n) for x in parameters(x_nD))
         return q_nKw, shard.gather("index_k", k_niw.flatten(1))
 
-    def select(self, features: Features, shard: Shard, q_nHd: Tensor) -> Tensor:
-        """The blocks with the best tokens, equal for the heads of a group."""
-        options = self.gate_options
-        where = layout_arguments(shard.layout)
-        reference = options.backend == "reference"
-        selected_KnC = operators.select(*features, *where, options.block_size, options.history_blocks, reference)
+    def select(self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
+        """The blocks with the highest scores, equal for the heads of a group."""
+        selected_KnC = self.select_by_group(features, layout_arguments(shard.layout), q_nHd, k_TKd)
+        if isinstance(self.blocks, ShortBlocks):
+            return selected_KnC
         return selected_KnC.repeat_interleave(q_nHd.shape[1] // len(selected_KnC), 0)
+
+    def select_by_group(self, features: Features, where: LayoutArguments, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
+        """int32 [K, n, C]: the selected history blocks of each group."""
+        options = self.gate_options
+        sizes = options.block_size, options.history_blocks, self.pooled, options.backend == "reference"
+        return operators.select(*features, None, *where, *sizes)
 
     def divergence(
         self,
@@ -95,10 +103,10 @@ class MsaKind(DistilledGate):
         selected_HnC: Tensor | None,
     ) -> Tensor:
         """The mean over groups."""
-        group = q_nHd.shape[1] // k_TKd.shape[1]
-        selected_KnC = None if selected_HnC is None else selected_HnC[::group]
+        selected_KnC = None if selected_HnC is None else selected_HnC[:: len(selected_HnC) // k_TKd.shape[1]]
         where = layout_arguments(shard.layout)
-        sizes = self.gate_options.block_size, self.full.scale, self.gate_options.backend == "reference"
+        options = self.gate_options
+        sizes = options.block_size, self.full.scale, self.pooled, options.backend == "reference"
         return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
 
     def costs(self, model: ModelConfig) -> "MsaCosts":
@@ -107,18 +115,24 @@ class MsaKind(DistilledGate):
 
 
 class MsaCosts(GateCosts):
-    """Costs of a layer with MiniMax Sparse Attention."""
+    """Costs of a layer with an index branch."""
 
-    key_heads = 1
-    """Index keys of a token."""
+    kind: MsaKind
+    index_heads = 1
+    """Index queries of a group."""
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
         """Bytes of the base class, and index keys: gathered in mode sparse. In the warm-up, keys and index keys of
-        other ranks are kept, from which the gate learns."""
+        other ranks are kept, from which the gate learns. Short blocks are kept by group; the backward pass lists them
+        by block, which takes as many bytes twice."""
         found = super().token_bytes(batch)
-        index = self.key_heads * self._index_width
+        index = self._key_heads * self._index_width
         if found.gathered is not None:
-            return found._replace(gathered=found.gathered + batch.width * index)
+            found = found._replace(gathered=found.gathered + batch.width * index)
+            if not isinstance(self.kind.blocks, ShortBlocks):
+                return found
+            saved = found.saved * self.model.kv_heads // (2 * self.model.heads)
+            return found._replace(saved=saved, workspace=found.workspace + 2 * saved)
         others = (batch.cp - 1) * batch.width * (self.model.kv_heads * self.model.head_width + index)
         return found._replace(activations=others)
 
@@ -126,8 +140,9 @@ class MsaCosts(GateCosts):
         """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that
         are attended to."""
         options, model, width = self.kind.gate_options, self.model, self._index_width
-        matrices = model.hidden_size * (model.kv_heads + self.key_heads) * width
-        index = 2.0 * model.kv_heads * width
+        queries = model.kv_heads * self.index_heads
+        matrices = model.hidden_size * (queries + self._key_heads) * width
+        index = 2.0 * queries * width
         # The projections forward, and the gradient of their weights; the layer's input gets none.
         learns = self.kind.facts.learns
         flops = 2.0 * matrices * sum(lengths) * (2 if learns else 1) + index * self.scored(lengths)
@@ -138,8 +153,12 @@ class MsaCosts(GateCosts):
         return flops
 
     def scored(self, lengths: Sequence[int]) -> float:
-        """Pairs of an index query and what it is compared with: every token before."""
-        return full_pairs(lengths)
+        """Pairs of an index query and what it is compared with: every token before, or every block."""
+        return full_pairs(lengths) / (self.kind.gate_options.block_size if self.kind.pooled else 1)
+
+    @property
+    def _key_heads(self) -> int:
+        return self.model.kv_heads if self.kind.pooled else 1
 
     @property
     def _index_width(self) -> int:

@@ -5,29 +5,27 @@ index keys are averaged over an entry, and the query's product with the mean is 
 attend to the same entries, and to their own, which is not complete yet. The indexer learns the group's own attention:
 the share of the probability in each entry before a query's own.
 
-There are no kernels for such short blocks: attention and scores are plain PyTorch, a chunk of queries at a time.
-
-Shape suffixes: n queries of this rank, H query heads, K key/value heads, d head width, T tokens, C selected entries.
+Attention to such short blocks has kernels of its own; scores are plain PyTorch, a chunk of queries at a time.
 """
 
-from collections.abc import Sequence
-
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
-from moba_train.attention.layout import layout_arguments
-from moba_train.attention.shard import Shard
+from moba_train.attention.block_sparse import GivenBlocks
+from moba_train.attention.kernels.table import TRITON
+from moba_train.attention.kind import StageContext
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.gates import qsa_operators as operators
-from moba_train.mechanisms.gates.distilled_gate import Features
-from moba_train.mechanisms.gates.msa import IndexBranch, MsaCosts, MsaKind
+from moba_train.mechanisms.gates import short_blocks
+from moba_train.mechanisms.gates.distilled_gate import GateOptions
+from moba_train.mechanisms.gates.msa import IndexBranch, MsaKind
 
 
 class QsaKind(MsaKind):
     """The query heads of a group attend to the entries that an indexer scores highest."""
 
     name = "qsa"
+    pooled = True
 
     class Options(MsaKind.Options):
         """Options of `kind: qsa`."""
@@ -40,41 +38,16 @@ class QsaKind(MsaKind):
         assert isinstance(options, QsaKind.Options)
         return IndexBranch(model, options.index_dim or model.head_width, model.kv_heads, norms=True)
 
-    def select(self, features: Features, shard: Shard, q_nHd: Tensor) -> Tensor:
-        """The entries with the highest scores, equal for the heads of a group."""
-        options = self.gate_options
-        where = layout_arguments(shard.layout)
-        selected_KnC = operators.select(*features, *where, options.block_size, options.history_blocks)
-        return selected_KnC.repeat_interleave(q_nHd.shape[1] // len(selected_KnC), 0)
+    @classmethod
+    def attends_by(cls, options: GateOptions, head_dim: int) -> type[GivenBlocks]:
+        """Attention to short blocks, unless the kernels of MoBA take these sizes."""
+        moba = not TRITON.size_problem(head_dim, options.block_size, options.history_blocks)
+        return GivenBlocks if moba or options.backend == "composed" else short_blocks.ShortBlocks
 
-    def divergence(
-        self,
-        features: Features,
-        shard: Shard,
-        q_nHd: Tensor,
-        k_TKd: Tensor,
-        lse_Hn: Tensor,
-        selected_HnC: Tensor | None,
-    ) -> Tensor:
-        """The mean over groups."""
-        group = q_nHd.shape[1] // k_TKd.shape[1]
-        selected_KnC = None if selected_HnC is None else selected_HnC[::group]
-        where = layout_arguments(shard.layout)
-        sizes = self.gate_options.block_size, self.full.scale
-        return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
-
-    def costs(self, model: ModelConfig) -> "QsaCosts":
-        """Costs of attention and the indexer."""
-        return QsaCosts(self, model)
-
-
-class QsaCosts(MsaCosts):
-    """Costs of a layer with an indexer of entries."""
-
-    def __init__(self, kind: QsaKind, model: ModelConfig) -> None:
-        super().__init__(kind, model)
-        self.key_heads = model.kv_heads
-
-    def scored(self, lengths: Sequence[int]) -> float:
-        """Every entry before."""
-        return super().scored(lengths) / self.kind.gate_options.block_size
+    @classmethod
+    def triton_problem(cls, options: GateOptions, context: StageContext) -> str:
+        """The reason why the kernels of this attention cannot run in a stage; empty if they can."""
+        width = context.model.head_width
+        if cls.attends_by(options, width) is GivenBlocks:
+            return super().triton_problem(options, context)
+        return short_blocks.triton_problem(context.device, width)

@@ -87,7 +87,7 @@ class SeerKind(DistilledGate):
         q_NHw, k_NKw = (layer.rotate_at(x, positions_N) for x in features)
         return q_NHw, k_NKw
 
-    def select(self, features: Features, shard: Shard, q_nHd: Tensor) -> Tensor:
+    def select(self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
         """The blocks with the highest scores for each head and block of queries, the queries' own not counted."""
         options = self.seer_options
         where = layout_arguments(shard.layout)

@@ -185,6 +185,7 @@ def given_statistics(call: AttentionCall, tokens: Sequence[int], shard: DataShar
     if not tokens or (shard.engine is not None and shard.engine.rank):
         return GateStatistics.of_heads(q_nHD.shape[1])
     ids_HnC = (ids_nHC.to(torch.int32) - 1).transpose(0, 1)
+    ids_HnC = ids_HnC.repeat_interleave(q_nHD.shape[1] // len(ids_HnC), 0)  # of groups of heads, if there are fewer
     selected = SelectedBlocks(ids_HnC, call.attention.facts.alignment)
     return gate_statistics(q_nHD, call.k_SKD, call.v_SKD, call.attention, _layout_of(tokens, call.layout), selected)
 

@@ -1,4 +1,4 @@
-"""`moba-train launch`: the start of a recipe on any number of nodes, by torchrun, Slurm or Kubernetes."""
+"""`moba-train launch`: the start of a recipe on any number of nodes, by torchrun, Slurm, Kubernetes or SkyPilot."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ MAX_RESTARTS = 2**31 - 1
 
 _SEVERAL = "torchrun on several nodes"
 _USED_BY = {
-    "name": ("--slurm", "--k8s"),
+    "name": ("--slurm", "--k8s", "--sky"),
     "master": (_SEVERAL,),
     "limit": ("--slurm",),
     "stop_s": ("--slurm", "--k8s"),
@@ -59,11 +59,14 @@ def launch(
     k8s: Annotated[
         Manifests | None, typer.Option(help="a manifest: of a JobSet, or of a TrainJob of Kubeflow Trainer")
     ] = None,
+    sky: Annotated[
+        str | None, typer.Option(metavar="GPU", help="the task of SkyPilot, on machines with this GPU, such as H100")
+    ] = None,
     start: Annotated[
         bool, typer.Option("--start", help="start it instead of printing how: here, by sbatch or by kubectl apply")
     ] = False,
     name: Annotated[
-        str | None, typer.Option(help="Slurm, Kubernetes: of the job; default: the recipe's `name`")
+        str | None, typer.Option(help="Slurm, Kubernetes, SkyPilot: of the job; default: the recipe's `name`")
     ] = None,
     master: Annotated[str, typer.Option(help="torchrun on several nodes: host name of the first")] = "NODE0",
     limit: Annotated[str | None, typer.Option("--time", metavar="LIMIT", help="Slurm: as sbatch takes it")] = None,
@@ -82,7 +85,7 @@ def launch(
     ] = None,
     restarts: Annotated[int, typer.Option(min=0, max=MAX_RESTARTS, help="Kubernetes: starts after failures")] = 3,
 ) -> None:
-    """Print what starts a recipe on several nodes, or start it: torchrun (the default), Slurm or Kubernetes.
+    """Print what starts a recipe on several nodes, or start it: torchrun (the default), Slurm, Kubernetes or SkyPilot.
 
     The recipe is checked for that number of GPUs first; its files need not be here.
     """
@@ -91,10 +94,13 @@ def launch(
     from moba_train.config.mesh import WorldSize
     from moba_train.resolve.recipe import resolve
 
-    if slurm and k8s:
-        raise LaunchError("--slurm and --k8s: given both; allowed: one of them, or none for torchrun")
-    _refuse_unused(context, "--slurm" if slurm else "--k8s" if k8s else _SEVERAL if nodes > 1 else "torchrun")
-    starts_here = start and not slurm and k8s is None and nodes == 1
+    ways = [way for way, given in (("--slurm", slurm), ("--k8s", k8s), ("--sky", sky)) if given]
+    if len(ways) > 1:
+        raise LaunchError(f"{' and '.join(ways)}: given both; allowed: one of them, or none for torchrun")
+    if sky and start:
+        raise LaunchError("--start: given with --sky; allowed: `sky jobs launch FILE` with the printed file")
+    _refuse_unused(context, ways[0] if ways else _SEVERAL if nodes > 1 else "torchrun")
+    starts_here = start and not ways and nodes == 1
     per_node = _ranks_per_node(gpus, gpus_per_node, nodes, starts_here)
     config = load_config(recipe, overrides or ())
     run = resolve(config, WorldSize(nodes * per_node, per_node))
@@ -112,6 +118,11 @@ def launch(
 
         manifests = MANIFESTS[k8s](job, make_pods(run, image, claim, restarts))
         _give(as_yaml(manifests), ["kubectl", "apply", "-f", "-"], start)
+        return
+    if sky:
+        from moba_train.tools.launch.sky import task_yaml
+
+        typer.echo(task_yaml(job, run, sky), nl=False)
         return
     if slurm:
         commands = [jobs.slurm_line(job, None if limit is None else jobs.time_limit(limit, job.stop_s))]

@@ -265,7 +265,7 @@ def _files_read(run: ResolvedRun) -> dict[str, str]:
     keys: dict[str, str] = {}
     for key, source in run.named_sources():
         keys.setdefault(source.path, f"{key}.path")
-    if run.init_from is not None:
+    if run.init_from is not None and "://" not in run.init_from:
         keys.setdefault(run.init_from, "init_from")
     if run.data.tokenizer and not run.data.tokenizer.startswith("tiktoken:"):
         keys.setdefault(run.data.tokenizer, "data.tokenizer")

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from moba_train.config.evaluation import AnswersConfig
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.data.tokenizer import tokenizer_hashes
@@ -26,6 +25,7 @@ from moba_train.tools.chat import control_tokens
 from moba_train.tools.chat.load import load_chat_template, parse_definition, recorded_template
 from moba_train.tools.chat.template import Template, TemplateDefinition
 from moba_train.tools.inference.corpus_marks import CorpusMarks
+from moba_train.tools.needle.options import AnswersConfig
 from moba_train.tools.text_tokenizer import TextTokenizer, load_text_tokenizer
 
 _ADJECTIVES = """

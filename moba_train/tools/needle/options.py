@@ -1,17 +1,51 @@
-"""Sections of the evaluations that hide needles, and the key that all evaluations with answers share."""
+"""Sections of the evaluations that hide needles, and the keys that all evaluations with answers share."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from moba_train.config.base import MOST_SAMPLES
-from moba_train.config.evaluation import AnswersConfig
+from moba_train.config.base import MOST_SAMPLES, Length, Section
+from moba_train.config.evaluation import EvaluationConfig
 
 ANSWER: Any = Field(
     "own",
     description="full: also as in the MoBA paper: the text is read with the layers' own attention, question and answer "
     "with full attention, which needs parallel.pp 1; own: only as `attention` says",
 )
+
+
+class AnswersConfig(Section):
+    """Keys of evaluations that ask questions about a long text."""
+
+    lengths: list[Length] | None = Field(
+        None,
+        min_length=1,
+        description="tokens of a sample, its answer included; null: a quarter, a half and all of the stage's seq_len",
+    )
+    extrapolate: bool = Field(
+        False, description="true: also lengths beyond a stage's seq_len; false: a stage leaves out longer ones"
+    )
+    corpus: str | None = Field(
+        None,
+        min_length=1,
+        description="prefix of the tokenised corpus that natural text comes from; null: the first of data.validation",
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of the samples, which are the same at every evaluation")
+    every: int | None = Field(
+        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
+    )
+    attention: Literal["own", "both"] = Field(
+        "both",
+        description="both: also full attention on the same weights, in stages with other layers",
+    )
+    chat: bool = Field(
+        False, description="ask through the chat template in the folder of data.tokenizer, as a user's message"
+    )
+
+
+def asking(evaluation: EvaluationConfig) -> dict[str, AnswersConfig]:
+    """The sections that ask questions about a long text, by name."""
+    return {name: section for name, section in evaluation if isinstance(section, AnswersConfig)}
 
 
 class HiddenNeedles(AnswersConfig):

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from moba_train.attention.layout import TokenRange
 from moba_train.config.base import MOST_SAMPLES, format_count
-from moba_train.config.evaluation import AnswersConfig
 from moba_train.config.explain import did_you_mean
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
@@ -24,7 +23,7 @@ from moba_train.tools.needle.haystack import (
     open_tokenizer,
     stage_lengths,
 )
-from moba_train.tools.needle.options import ANSWER
+from moba_train.tools.needle.options import ANSWER, AnswersConfig
 from moba_train.tools.ruler.ruler_tasks import TASKS, TaskText, found_share
 
 TEACHER_FORCED, GENERATED = "teacher_forced", "generated"

@@ -1,10 +1,13 @@
 """`moba-train launch`: the lines and manifests for torchrun, Slurm and Kubernetes, by the published schemas."""
 
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -46,6 +49,37 @@ def test_torchrun_gets_a_line_for_each_node() -> None:
     assert lines == [
         f"NODES=2 NODE_RANK={node} MASTER=alpha GPUS=8 bash launch/multinode.sh {RECIPE}" for node in (0, 1)
     ]
+
+
+def test_skypilot_gets_a_task_whose_nodes_know_their_places(tmp_path: Path) -> None:
+    """The text of `run`, executed with SkyPilot's variables, calls the launcher as each node must."""
+    text = launch("--sky", "H100", "--nodes", "2", "--name", "Long Run", "telemetry.wandb.project=two words")
+    assert "# All nodes must see the data and" in text
+    assert "# Disks go with their machines: set checkpoint.upload" in text
+    assert "--secret AWS_ACCESS_KEY_ID" in launch("--sky", "H100", "checkpoint.upload=s3://bucket/run")
+    task = yaml.safe_load(text)
+    assert task["name"] == "long-run"
+    assert task["num_nodes"] == 2
+    assert task["resources"] == {"accelerators": {"H100": 8}}
+    launcher = tmp_path / "launch" / "multinode.sh"
+    launcher.parent.mkdir()
+    launcher.write_text('echo "$NODES $NODE_RANK $MASTER $GPUS"; printf "%s\\n" "$@"')
+    places = {"NUM_NODES": "2", "NODE_RANK": "1", "NODE_IPS": "10.0.0.4\n10.0.0.5", "NUM_GPUS_PER_NODE": "8"}
+    environment = os.environ | {f"SKYPILOT_{name}": value for name, value in places.items()}
+    done = subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["2 1 10.0.0.4 8", RECIPE, "telemetry.wandb.project=two words"]
+    assert "--sky: given 'H100:8'; allowed: SkyPilot's name of a GPU" in refused("--sky", "H100:8")
+    assert "--slurm and --sky: given both" in refused("--sky", "H100", "--slurm")
+    assert "--start: given with --sky" in refused("--sky", "H100", "--start")
+
+
+def test_the_task_keeps_to_skypilots_schemas() -> None:
+    schemas = pytest.importorskip("sky.utils.schemas")
+    task = yaml.safe_load(launch("--sky", "H100", "--nodes", "2"))
+    for value, schema in ((task, schemas.get_task_schema()), (task["resources"], schemas.get_resources_schema())):
+        jsonschema.validate(value, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(value | {"nodes": 2}, schema)
 
 
 def test_slurm_gets_one_line() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moba_train.config.telemetry import TelemetryConfig
-from moba_train.telemetry.sinks import describe_sinks, make_telemetry, sink_problems
+from moba_train.telemetry.sinks import describe_sinks, make_telemetry
 from moba_train.telemetry.telemetry import SinkRun
 
 
@@ -44,15 +44,16 @@ def plain_install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plain_install_trains_without_wandb_and_plotly_and_says_so(plain_install: None, tmp_path: Path) -> None:
     config = TelemetryConfig()
-    assert list(sink_problems(config)) == []
+    assert list(config.member_problems("telemetry")) == []
     assert describe_sinks(config) == (
-        "metrics.jsonl, console, no report.html without plotly: pip install 'plotly>=6'; off: tensorboard, wandb"
+        "metrics.jsonl, console, no report.html without plotly: pip install 'plotly>=6'; "
+        "off: profile, tensorboard, wandb"
     )
     assert files_of_a_run(config, tmp_path) == {"metrics.jsonl"}
 
 
 def test_a_recipe_that_asks_for_a_report_needs_plotly(plain_install: None) -> None:
-    (problem,) = sink_problems(TelemetryConfig(report=True))
+    (problem,) = TelemetryConfig(report=True).member_problems("telemetry")
     assert problem == (
         "telemetry.report: given true, but the package plotly is not installed; pip install 'plotly>=6', or set auto"
     )

@@ -11,7 +11,14 @@ from moba_train.attention.kernels.common import softmax
 from moba_train.attention.kernels.common.geometry import KeySpans
 from moba_train.attention.kernels.common.launch import ceil_div, launch
 from moba_train.attention.kernels.common.lists import BlockLists, BlockTables, block_tables
-from moba_train.attention.kernels.common.tiles import TileShape, TileShapes, TileTable, WorkRange, tile_shapes
+from moba_train.attention.kernels.common.tiles import (
+    TileShape,
+    TileShapes,
+    TileTable,
+    WorkRange,
+    shared_memory_of,
+    tile_shapes,
+)
 from moba_train.attention.kernels.table import Facts, kernel_for
 from moba_train.attention.layout import Layout
 
@@ -53,7 +60,7 @@ class BlockCall:
     ) -> "BlockCall":
         """Copies tensors whose heads do not lie side by side; builds the tables once for a layout."""
         tables = block_tables(layout, block_size)
-        shapes = tile_shapes(q.shape[-1], block_size)
+        shapes = tile_shapes(q.shape[-1], block_size, shared_memory_of(q.device))
         q, k, v = (heads_side_by_side(x) for x in (q, k, v))
         return cls(q, k, v, selected_HTC, layout, tables, shapes, block_size, scale, spans)
 

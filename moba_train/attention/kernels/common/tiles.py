@@ -7,6 +7,7 @@ ranges of a pass.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -47,7 +48,20 @@ class TileShapes:
     short_backward: TileShape | None = None
 
 
-def tile_shapes(head_dim: int, block_size: int) -> TileShapes:
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that a program may have on data-center GPUs from Hopper on."""
+
+
+@cache
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have: 227 KiB on H100 and B200, 163 on A100, 99 on consumer cards."""
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def tile_shapes(head_dim: int, block_size: int, shared_memory: int = SHARED_MEMORY) -> TileShapes:
     """The fastest shapes, from a small table: no autotuning, so equal calls always run equal code.
 
     The rate of long blocks is that of the matrix units; tiles are as large as registers allow. Short blocks have few
@@ -61,12 +75,19 @@ def tile_shapes(head_dim: int, block_size: int) -> TileShapes:
     # Diagonal blocks in 64x64 tiles with 4 warps: 4.9 ms at 64K 4096/12, 5.8 before. A shape of 64x64x4x2 for their dk
     # and dv was within the noise (0.26 and 0.27 ms at 8K 512/3; benchmarks/LOG.md, "Gradients").
     long = TileShapes(TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3), dq, dkdv, dkdv_diagonal=dkdv)
+    few = shared_memory < SHARED_MEMORY and head_dim == 128
+    if few:
+        # Compiled for sm_80, 89 and 120 the shapes above need up to 160 KiB and spill up to 6.8 KB; these need 96 KiB,
+        # and spill least of those tried. Not timed on such a GPU.
+        square, tall = TileShape(64, 64, 8, 2), TileShape(128, 64, 8, 2)
+        long = TileShapes(tall, tall, dq=square, dkdv=square, dkdv_diagonal=square)
     if block_size > 128:
         return long
     # One tile holds all keys. At 64K 128/8 the forward pass takes 4.7 ms by 128 rows (5.5 by other shapes), the
     # backward pass 10.2 by 32 rows, 11.6 by 64, which spill 330 bytes, and 20 or more with 16 warps.
     keys = 128 if block_size > 64 else 64
-    return replace(long, short_forward=TileShape(128, keys, 8, 3), short_backward=TileShape(32, keys, 8, 3))
+    rows, stages = (64, 2) if few else (128, 3)
+    return replace(long, short_forward=TileShape(rows, keys, 8, stages), short_backward=TileShape(32, keys, 8, stages))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Attention to selected blocks in Gluon, the lower level of Triton, in which warps can have roles: for compute
-capability 9.0 and Triton 3.6 (../table.py). Imported only when the table names a file here.
+capability 9.0 and the releases of Triton that ../table.py names. Imported only when the table names a file here.
 
 Producer warps copy or gather tiles to shared memory; consumer warpgroups multiply them with wgmma. A stage of shared
 memory has two barriers: `full`, on which consumers wait until it is filled, and `empty`, on which the producer waits
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moba_train.attention.kernels.common.call import BlockCall, token_stride
@@ -22,6 +24,13 @@ _KINDS: dict[torch.dtype, Any] = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
 }
+
+# Renamed in Triton 3.7 and 3.8.
+thread_barrier: Any = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+gather_to_shared: Any = (
+    async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+)
+copy_to_shared: Any = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 def descriptor(x: Tensor, many: int) -> TensorDescriptor:

@@ -19,7 +19,7 @@ from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.common.launch import launch
 from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange, work_ranges
-from moba_train.attention.kernels.hopper import descriptors
+from moba_train.attention.kernels.hopper import descriptors, gather_to_shared, thread_barrier
 from moba_train.attention.kernels.hopper.blocks_256_to_4096_gradients import OnePass
 from moba_train.attention.kernels.hopper.gradients_key_tile import allocate_shared, copy_keys, multiply, store_parts
 from moba_train.attention.kernels.triton.blocks_from_144_dkdv import SplitSums
@@ -68,17 +68,17 @@ def _gather(
         # loop that multiplies (compiled for Hopper).
         destination_smem.index(stage).store(gl.where(ok, slot + shift, 0))
         stat = stats + (slot // HISTORY // G).to(gl.int64) * heads * 2 + slot // HISTORY % G * 2
-        async_copy.async_copy_global_to_shared(lse_smem.index(stage), stat, mask=ok)
-        async_copy.async_copy_global_to_shared(delta_smem.index(stage), stat + 1, mask=ok)
+        gather_to_shared(lse_smem.index(stage), stat, mask=ok)
+        gather_to_shared(delta_smem.index(stage), stat + 1, mask=ok)
         for part in gl.static_range(M // _ROWS):
             ok = part * _ROWS + i_R < left
             row = gl.load(slots + part * _ROWS + i_R, mask=ok, other=0) // HISTORY
             from_q = q + ((row // G).to(gl.int64) * q_stride + row % G * D)[:, None] + columns[None, :]
             to_q = q_smem.index(stage).slice(part * _ROWS, _ROWS)
-            async_copy.async_copy_global_to_shared(to_q, from_q, mask=ok[:, None])
+            gather_to_shared(to_q, from_q, mask=ok[:, None])
             from_dout = dout + ((row // G).to(gl.int64) * heads + row % G)[:, None] * D + columns[None, :]
             to_dout = dout_smem.index(stage).slice(part * _ROWS, _ROWS)
-            async_copy.async_copy_global_to_shared(to_dout, from_dout, mask=ok[:, None])
+            gather_to_shared(to_dout, from_dout, mask=ok[:, None])
         async_copy.commit_group()
         slots += M
         left -= M
@@ -86,7 +86,7 @@ def _gather(
         # then all threads' copies are made visible to the matrix units, then one arrival is counted.
         async_copy.wait_group(0)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(full.index(stage))
 
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moba_train.attention.kernels.common import softmax
 from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.common.launch import ceil_div, launch
 from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange
-from moba_train.attention.kernels.hopper import descriptor, descriptors
+from moba_train.attention.kernels.hopper import copy_to_shared, descriptor, descriptors
 from moba_train.attention.kernels.hopper.gradients_key_tile import (
     allocate_shared,
     copy_keys,
@@ -80,10 +80,10 @@ def _copy_packed(descriptors, done, smem, barriers, first, tiles, key_tile, firs
         row = first + i * M
         # 8 * M: lse and delta, float32 each.
         mbarrier.expect(barrier, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 8 * M)
-        tma.async_copy_global_to_shared(q_desc, [row, 0], barrier, q_smem.index(stage))
-        tma.async_copy_global_to_shared(lse_desc, [row], barrier, lse_smem.index(stage))
-        tma.async_copy_global_to_shared(dout_desc, [row, 0], barrier, dout_smem.index(stage))
-        tma.async_copy_global_to_shared(delta_desc, [row], barrier, delta_smem.index(stage))
+        copy_to_shared(q_desc, [row, 0], barrier, q_smem.index(stage))
+        copy_to_shared(lse_desc, [row], barrier, lse_smem.index(stage))
+        copy_to_shared(dout_desc, [row, 0], barrier, dout_smem.index(stage))
+        copy_to_shared(delta_desc, [row], barrier, delta_smem.index(stage))
         # After the copies are under way: waiting for the turn then costs nothing (measured without it;
         # benchmarks/LOG.md, "Gradients").
         wait_for_earlier_tiles(done + i, key_tile)
@@ -172,8 +172,8 @@ def _load_diagonal(
             mbarrier.wait(empty.index(stage), (step // stages & 1) ^ 1)
             barrier = full.index(stage)
             mbarrier.expect(barrier, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [at, head * D], barrier, q_smem.index(stage))
-            tma.async_copy_global_to_shared(dout_desc, [at, head * D], barrier, dout_smem.index(stage))
+            copy_to_shared(q_desc, [at, head * D], barrier, q_smem.index(stage))
+            copy_to_shared(dout_desc, [at, head * D], barrier, dout_smem.index(stage))
             ok = at + i_M < last_row
             address = stats + ((at + i_M).to(gl.int64) * heads + head) * 2
             lse_M = gl.load(address, mask=ok, other=float("inf"))

@@ -19,13 +19,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.common.launch import launch
 from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange
-from moba_train.attention.kernels.hopper import descriptors
+from moba_train.attention.kernels.hopper import copy_to_shared, descriptors, gather_to_shared, thread_barrier
 from moba_train.attention.kernels.hopper.forward_row_tile import attend_rows
 from moba_train.attention.kernels.triton import blocks_from_144_forward
 from moba_train.attention.kernels.triton.blocks_from_144_forward import LongForward
@@ -91,7 +91,7 @@ def _copy(
             mbarrier.wait(empty.index(stage), (step // stages & 1) ^ 1)
             mbarrier.expect(full.index(stage), desc.block_type.nbytes)
             corner = [first_key + j * N, kv_head * D]
-            tma.async_copy_global_to_shared(desc, corner, full.index(stage), smem.index(stage))
+            copy_to_shared(desc, corner, full.index(stage), smem.index(stage))
             step += 1
 
 
@@ -142,14 +142,14 @@ def _gather(
                     destination_R = (kv_head - first_kv_head) * head_slots + slot - first_slot
                 destination_smem.index(stage).slice(part * R, R).store(gl.where(ok, destination_R, -1))
                 rows = q + token.to(gl.int64) * stride_t + head * D
-                async_copy.async_copy_global_to_shared(
+                gather_to_shared(
                     q_smem.index(stage).slice(part * R, R), rows[:, None] + column[None, :], mask=ok[:, None]
                 )
             key_tiles_smem.index(stage).store(gl.full([1], many, gl.int32, flat))
             async_copy.commit_group()
             async_copy.wait_group(0)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(full.index(stage))
             iteration += 1
     # Both warpgroups must learn that there are no more rows: a stage with 0 tiles of keys for each.
@@ -157,7 +157,7 @@ def _gather(
         stage = iteration % q_stages
         mbarrier.wait(empty.index(stage), (iteration // q_stages & 1) ^ 1)
         key_tiles_smem.index(stage).store(gl.full([1], 0, gl.int32, flat))
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(full.index(stage))
         iteration += 1
 

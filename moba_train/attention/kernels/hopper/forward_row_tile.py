@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from moba_train.attention.kernels.common.softmax import LN_2
+from moba_train.attention.kernels.hopper import thread_barrier
 
 
 @gluon.jit
@@ -58,7 +59,7 @@ def _add_values(weights, total, q_tile, top_M, seen_M, smem, barriers, step, exi
     # ptxas moves the wait for a product up, before the exponentials, but not past a wait for a barrier.
     mbarrier.wait(v_full.index(v_stage), v_phase)
     total = warpgroup_mma_wait(0, deps=[token])
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(k_empty.index(stage), pred=exists)
     mbarrier.arrive(v_empty.index(v_stage))
     return total, p, top_M, sum_M
@@ -107,11 +108,11 @@ def _store(out, lse, q_tile, destination_smem, total, top_M, sum_M, heads, token
     gl.store(lse + destination_M, (top_M + gl.log2(sum_M)) * LN_2, mask=ok)
     # Whole rows at once: stored as the product leaves them, 4 bytes a thread, they would take longer.
     q_tile.store((total * gl.convert_layout(1.0 / sum_M, gl.SliceLayout(1, layout))[:, None]).to(q_tile.dtype))
-    gl.thread_barrier()
+    thread_barrier()
     destination_M = destination_smem.load(gl.SliceLayout(1, whole_rows))
     at = out + (destination_M.to(gl.int64) * D)[:, None] + gl.arange(0, D, gl.SliceLayout(0, whole_rows))[None, :]
     gl.store(at, q_tile.load(whole_rows), mask=(destination_M >= 0)[:, None])
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -136,7 +137,7 @@ def attend_rows(
     key_tiles, seen_M, clear = _seen(smem, half, rows, N, DIAGONAL)
     mbarrier.wait(k_full.index(0), 0, pred=key_tiles > 0)
     s = warpgroup_mma_wait(0, deps=[_scores(q_smem.index(half), k_smem, 0)])
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(k_empty.index(0), pred=key_tiles > 0)
     p, top_M = _probabilities(s, no_top, seen_M, scale_log2, DIAGONAL)
     sum_M = gl.sum(p, 1)

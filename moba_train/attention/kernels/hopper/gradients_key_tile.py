@@ -17,10 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from moba_train.attention.kernels.hopper import copy_to_shared, thread_barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -29,8 +30,8 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 def copy_keys(k_desc, v_desc, smem, keys_full, first_key, column):
     """The keys and values from `first_key` on, of the head whose columns begin at `column`."""
     mbarrier.expect(keys_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [first_key, column], keys_full, smem[0].index(0))
-    tma.async_copy_global_to_shared(v_desc, [first_key, column], keys_full, smem[1].index(0))
+    copy_to_shared(k_desc, [first_key, column], keys_full, smem[0].index(0))
+    copy_to_shared(v_desc, [first_key, column], keys_full, smem[1].index(0))
 
 
 @gluon.jit
@@ -144,7 +145,7 @@ def multiply(
         delta_M = delta_smem.index(stage).load(gl.SliceLayout(0, score))
         ds_tile.store((p * (dp - delta_M[None, :])).to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         # dk takes ds from shared memory as well: as a register operand it left too few registers, and the products
         # waited for each other (ptxas remarks C7512, C7514; a test refuses them).
         dq_token = warpgroup_mma(ds_tile.permute([1, 0]), k_tile, no_dq, use_acc=False, is_async=True)
@@ -171,10 +172,10 @@ def multiply(
         before = gl.load(address, mask=added, other=0.0, cache_modifier=".cg")
         dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
         dq_tile.store((dq * scale).to(dtype))
-        gl.thread_barrier()
+        thread_barrier()
         total = dq_tile.load(whole_rows).to(gl.float32) + before.to(gl.float32)
         gl.store(address, total.to(dq_dtype), mask=ok)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(empty.index(stage))
         # Waited for and turned into exponents before the iteration ends: an accumulator in flight across iterations
         # made the compiler let all products wait (benchmarks/LOG.md, "Gradients").

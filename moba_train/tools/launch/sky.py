@@ -1,0 +1,52 @@
+"""A training job as a task of SkyPilot, which rents machines and starts the job on them (`sky jobs launch FILE`).
+
+SkyPilot copies the working folder to every machine, which must be a checkout, and tells each its number and the
+addresses of all. `launch/multinode.sh` does the rest.
+"""
+
+import re
+import shlex
+
+from moba_train.errors import LaunchError
+from moba_train.resolve.run import ResolvedRun
+from moba_train.tools.launch.job import Job
+from moba_train.tools.launch.kubernetes import as_yaml
+
+_ACCELERATOR = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
+
+_ON_EACH_NODE = (
+    'NODES=$SKYPILOT_NUM_NODES NODE_RANK=$SKYPILOT_NODE_RANK MASTER=$(head -n 1 <<<"$SKYPILOT_NODE_IPS") '
+    "GPUS=$SKYPILOT_NUM_GPUS_PER_NODE exec bash launch/multinode.sh"
+)
+
+
+def task_yaml(job: Job, run: ResolvedRun, accelerator: str) -> str:
+    """The task's file. accelerator: SkyPilot's name of the GPU, such as H100.
+
+    Raises LaunchError for a name that none can have.
+    """
+    if not _ACCELERATOR.fullmatch(accelerator):
+        raise LaunchError(f"--sky: given {accelerator!r}; allowed: SkyPilot's name of a GPU, such as H100")
+    task = {
+        "name": job.name,
+        "num_nodes": job.nodes,
+        "workdir": ".",
+        "resources": {"accelerators": {accelerator: job.gpus_per_node}},
+        "setup": "FOR=run bash -c 'source launch/setup.sh'\n",
+        "run": f"{_ON_EACH_NODE} {shlex.join([str(job.recipe), *job.overrides])}\n",
+    }
+    return "".join(f"# {note}\n" for note in _notes(job, run)) + as_yaml([task])
+
+
+def _notes(job: Job, run: ResolvedRun) -> list[str]:
+    """Lines about the start, and about what the machines must have in addition."""
+    notes = ["sky jobs launch FILE starts it, on new machines again after each that is taken away."]
+    if run.checkpoint.asked_for():
+        notes.append(
+            "Credentials of the store: sky jobs launch --secret AWS_ACCESS_KEY_ID --secret AWS_SECRET_ACCESS_KEY."
+        )
+    else:
+        notes.append("Disks go with their machines: set checkpoint.upload, or mount run_dir by file_mounts or volumes.")
+    if job.nodes > 1:
+        notes.append(f"All nodes must see the data and {run.folders.run}: mount them by file_mounts or volumes.")
+    return notes

@@ -1,0 +1,364 @@
+"""`checkpoint.upload`: copies of a run's checkpoints at an address, made in the background by rank 0.
+
+The ranks have written a checkpoint into a folder that all of them see, so one process can copy it. A copy has the form
+of the checkpoint: a folder `step_00000100` whose manifest is written last, after every other file was read back and had
+the manifest's hash. So a copy with a manifest is complete, and one without is resumed: files that are there already,
+with the right hash, stay. `run.json` says which run the copies are of; `marks.json`, `evaluations.json` and
+`metrics.jsonl` come with them.
+"""
+
+import json
+import logging
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
+
+from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from moba_train.checkpoint.files import in_threads
+from moba_train.checkpoint.manifest import (
+    JSON_BYTES,
+    MANIFEST,
+    META,
+    STEP_FOLDER,
+    FileEntry,
+    parse_object,
+    read_manifest,
+    read_meta,
+    step_name,
+)
+from moba_train.checkpoint.publish import (
+    hold,
+    install,
+    is_finite,
+    is_good,
+    make_temporary_folder,
+    published,
+    remove,
+)
+from moba_train.checkpoint.retention import EVALUATIONS, MARKS, Marks
+from moba_train.config.base import Section
+from moba_train.errors import CheckpointError, UserError
+from moba_train.output_files import write_new
+from moba_train.resolve.run import RunFolders
+from moba_train.tools.storage.remote import (
+    THREADS,
+    RemoteFile,
+    RemoteFolder,
+    StorageError,
+    address_problem,
+    complete_steps,
+    local_copy,
+    missing_package,
+)
+
+logger = logging.getLogger(__name__)
+
+Files = dict[str, RemoteFile]
+
+RUN = "run.json"
+METRICS = "metrics.jsonl"
+
+PAUSES_S = (1.0, 10.0, 30.0)
+"""Pauses before the second and later attempts to copy a checkpoint; the next checkpoint begins with new ones."""
+
+
+class UploadOptions(Section):
+    """Copies of the run's checkpoints at an address, which needs the package of its scheme (s3://: `pip install
+    s3fs`, gs://: `pip install gcsfs`). A run on a machine without them resumes from the newest."""
+
+    address: str = Field(
+        description="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER, of this run alone; credentials come "
+        "from the environment or the files that the store's package reads. `upload: ADDRESS` is short for it",
+    )
+    keep_last: int = Field(2, ge=1, description="number of newest copies that are kept, and the newest good one")
+    keep_every: int | None = Field(None, ge=1, description="copies at multiples of this step stay for ever")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_short_form(cls, value: Any) -> Any:
+        return {"address": value} if isinstance(value, str) else value
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, address: str) -> str:
+        if (problem := address_problem(address)) is not None:
+            raise ValueError(problem)
+        return address.rstrip("/")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [handler(core_schema), {"type": "string"}]}
+
+
+class Upload:
+    """Copies checkpoints to an address, one at a time. A `CheckpointStore`."""
+
+    Options = UploadOptions
+    local_copy = staticmethod(local_copy)
+
+    @classmethod
+    def problem(cls, options: UploadOptions) -> str:
+        """Reason why the address cannot be used here, with the remedy; empty: it can."""
+        return missing_package(options.address)
+
+    @classmethod
+    def open(cls, options: UploadOptions, folders: RunFolders) -> "Upload":
+        """The uploads of a run, which begin by fetching the newest copy."""
+        return cls(options, folders)
+
+    def __init__(self, options: UploadOptions, folders: RunFolders) -> None:
+        self._options = options
+        self._folders = folders
+        self._news: list[tuple[str, bool]] = []
+        self._pending: list[tuple[Path, BinaryIO | None]] = []
+        """Checkpoints to be copied, and what keeps retention from deleting them meanwhile."""
+        self._busy = True
+        self._fatal: UserError | None = None
+        self._changed = threading.Condition()
+        self._metas: dict[int, dict[str, Any]] = {}
+        """Metas of the copies, by step, as far as they were read."""
+        threading.Thread(target=self._work, name="checkpoint-upload", daemon=True).start()
+
+    def copy(self, path: Path) -> None:
+        with self._changed:
+            for other, held in self._pending:
+                if held is not None and not self._is_for_ever(other):
+                    held.close()
+            self._pending = [entry for entry in self._pending if self._is_for_ever(entry[0])]
+            self._pending.append((path, hold(path)))
+            self._changed.notify_all()
+
+    def is_idle(self, wait_s: float) -> bool:
+        with self._changed:
+            idle = self._changed.wait_for(lambda: not self._busy and not self._pending, wait_s)
+            if self._fatal is not None:
+                raise self._fatal
+        return idle
+
+    def news(self) -> list[tuple[str, bool]]:
+        with self._changed:
+            news = self._news
+            self._news = []
+        return news
+
+    def _is_for_ever(self, path: Path) -> bool:
+        every = self._options.keep_every
+        return every is not None and _step(path) % every == 0
+
+    def _work(self) -> None:
+        """Runs in the background thread, until the process ends."""
+        try:
+            remote = RemoteFolder(self._options.address)
+            self._fetch(remote)
+        except UserError as error:
+            self._fatal = error
+        except Exception as error:  # a thread that died would leave the ranks waiting
+            self._fatal = StorageError(f"checkpoint.upload: {self._options.address}: {error!r}")
+        while self._fatal is None:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: bool(self._pending))
+                self._busy = True
+                path, held = self._pending.pop(0)
+            try:
+                self._try_to_copy(remote, path)
+            finally:
+                if held is not None:
+                    held.close()
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+
+    def _tell(self, text: str, is_good: bool) -> None:
+        with self._changed:
+            self._news.append((text, is_good))
+        if not is_good:
+            logger.warning("%s", text)
+
+    def _try_to_copy(self, remote: RemoteFolder, path: Path) -> None:
+        """Copy a checkpoint, again after pauses where the store refuses or does not answer."""
+        complete: set[str] = set()
+        for pause in (*PAUSES_S, None):
+            began = time.monotonic()
+            try:
+                size = self._copy(remote, path, complete)
+            except Exception as error:
+                text = str(error) if isinstance(error, UserError) else repr(error)
+                if pause is None or isinstance(error, OtherRunError):
+                    then = "the run goes on, and the next checkpoint is copied again"
+                    self._tell(f"the checkpoint of step {_step(path)} was not uploaded: {text}; {then}", False)
+                    return
+                time.sleep(pause)
+                continue
+            if size:
+                took = f"{size / 2**20:.1f} MiB in {time.monotonic() - began:.1f} s"
+                self._tell(f"the checkpoint of step {_step(path)} is uploaded to {remote.address}: {took}", True)
+            break
+        try:
+            self._remove_old(remote)
+        except Exception as error:  # a thread that died would leave the ranks waiting
+            self._tell(f"old copies of checkpoints could not be deleted: {error}", False)
+
+    def _copy(self, remote: RemoteFolder, path: Path, complete: set[str]) -> int:
+        """Copy a checkpoint. Returns its size in bytes, 0 where it is there, or is none to resume from.
+
+        complete: names of files that were found to be as they should; the call adds to it
+        """
+        entries = read_manifest(path)
+        meta = read_meta(path)
+        if not is_finite(meta):
+            return 0
+        files = remote.files()
+        _claim(remote, files, str(meta.get("progress", {}).get("run_id")))
+        mark = f"{path.name}/{MANIFEST}"
+        if mark in files:
+            with suppress(CheckpointError):  # a damaged one is replaced
+                if _entries_of(remote, mark) == entries:
+                    return 0
+            remote.delete(mark)  # first: a copy that is being replaced is not complete
+
+        def copy(name: str) -> None:
+            there = files.get(f"{path.name}/{name}")
+            as_it_should = there is not None and there.size == entries[name]["size"]
+            if not as_it_should or remote.entry(f"{path.name}/{name}") != entries[name]:
+                remote.put(path / name, f"{path.name}/{name}")
+                if (found := remote.entry(f"{path.name}/{name}")) != entries[name]:
+                    raise StorageError(f"{remote.address}/{path.name}/{name} is {found}, must be {entries[name]}")
+            complete.add(name)
+
+        in_threads(copy, [name for name in entries if name not in complete], THREADS)
+        self._metas[_step(path)] = meta
+        folder = self._folders.checkpoints[0]
+        for small in (folder / MARKS, folder / EVALUATIONS, self._folders.run / METRICS):
+            if small.is_file():
+                remote.put(small, small.name)
+        remote.write(mark, (path / MANIFEST).read_bytes())
+        return sum(entry["size"] for entry in entries.values())
+
+    def _remove_old(self, remote: RemoteFolder) -> None:
+        """Delete the copies that retention does not keep, and what a killed start has left of older ones."""
+        files = remote.files()
+        steps = sorted(complete_steps(files))
+        keep = set(steps[-self._options.keep_last :])
+        every = self._options.keep_every
+        keep |= {step for step in steps if every and step % every == 0}
+        marks = Marks.read(self._folders.checkpoints[0])
+        for step in reversed(steps):
+            meta = self._meta(remote, step)
+            if meta is not None and is_good(meta) and marks.reason(meta) is None:
+                keep.add(step)
+                break
+        for folder in {name.partition("/")[0] for name in files}:
+            match = STEP_FOLDER.fullmatch(folder)
+            if match and steps and int(match[1]) not in keep and int(match[1]) < steps[-1]:
+                names = [name for name in files if name.startswith(f"{folder}/")]
+                remote.delete(*sorted(names, key=lambda name: not name.endswith(f"/{MANIFEST}")))
+
+    def _meta(self, remote: RemoteFolder, step: int) -> dict[str, Any] | None:
+        """The meta of a copy; None where it is damaged."""
+        if step not in self._metas:
+            name = f"{step_name(step)}/{META}"
+            with suppress(CheckpointError):
+                self._metas[step] = parse_object(Path(name), remote.read(name, JSON_BYTES) or b"")
+        return self._metas.get(step)
+
+    def _fetch(self, remote: RemoteFolder) -> None:
+        """Make the newest copy a checkpoint of the run's folder, unless that has one as new. Raises StorageError when
+        the store cannot be read and there is no checkpoint here, or when its copies are those of another run."""
+        here = [path for folder in self._folders.checkpoints for path in published(folder)]
+        newest, path = max(here, default=(-1, None))
+        try:
+            files = remote.files()
+            steps = complete_steps(files)
+            if path is not None and steps:
+                _claim(remote, files, str(read_meta(path).get("progress", {}).get("run_id")))
+            if RUN not in files:  # shows that the store can be written to
+                remote.write(RUN, b"{}")
+            if not [step for step in steps if step > newest]:
+                return
+            self._fetch_small_files(remote, files)
+            marks = Marks.read(self._folders.checkpoints[0])
+            metas = {step: self._meta(remote, step) for step in steps if step > newest}
+        except OtherRunError:
+            raise
+        except CheckpointError as error:
+            if path is None:
+                raise StorageError(f"checkpoint.upload: {error}") from None
+            self._tell(f"checkpoint.upload: {error}; the run goes on from what is in its folder", False)
+            return
+        usable = {step: meta is not None and marks.reason(meta) is None for step, meta in metas.items()}
+        problems = []
+        for step in sorted(usable, key=lambda step: (usable[step], step), reverse=True):
+            try:
+                self._fetch_step(remote, step)
+                self._tell(f"the checkpoint of step {step} was fetched from {remote.address}", True)
+                return
+            except (CheckpointError, OSError) as error:
+                problems.append(f"  - step {step}: {error}")
+                logger.warning("the copy of the checkpoint of step %d cannot be used: %s", step, error)
+        if path is None:
+            raise StorageError("\n".join([f"checkpoint.upload: no copy in {remote.address} can be used:", *problems]))
+
+    def _fetch_small_files(self, remote: RemoteFolder, files: Files) -> None:
+        own = self._folders.checkpoints[0]
+        for path in (own / MARKS, own / EVALUATIONS, self._folders.run / METRICS):
+            if path.name in files and not path.exists():
+                remote.get(path.name, path)
+
+    def _fetch_step(self, remote: RemoteFolder, step: int) -> None:
+        """Raises CheckpointError when the copy is damaged, OSError when there is no room for it here."""
+        name = step_name(step)
+        folder = self._folders.checkpoints[0]
+        entries = _entries_of(remote, f"{name}/{MANIFEST}")
+        temporary = make_temporary_folder(folder, step)
+
+        def get(file: str) -> None:
+            if (found := remote.get(f"{name}/{file}", temporary / file)) != entries[file]:
+                raise StorageError(f"{remote.address}/{name}/{file} is {found}, must be {entries[file]}")
+
+        try:
+            in_threads(get, [*entries], THREADS)
+            install(temporary, folder / name, step, entries)
+        except BaseException:
+            remove(temporary)
+            raise
+
+
+def _step(path: Path) -> int:
+    match = STEP_FOLDER.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def _entries_of(remote: RemoteFolder, manifest: str) -> dict[str, FileEntry]:
+    """The files of a copy, by name, as its manifest says. Raises CheckpointError when that is damaged."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / PurePosixPath(manifest).parent.name
+        path.mkdir()
+        write_new(path / MANIFEST, remote.read(manifest, JSON_BYTES) or b"")
+        return read_manifest(path)
+
+
+class OtherRunError(StorageError):
+    """The address is that of another run."""
+
+
+def _claim(remote: RemoteFolder, files: Files, run_id: str) -> None:
+    """Note whose copies these are. Raises OtherRunError when there are some of another run."""
+    found = remote.read(RUN, JSON_BYTES) if RUN in files else None
+    owner = parse_object(Path(RUN), found).get("run_id") if found is not None else None
+    if owner == run_id:
+        return
+    if owner is not None and complete_steps(files):
+        raise OtherRunError(
+            f"checkpoint.upload: {remote.address} holds the checkpoints of run {owner}, and this is run {run_id}; give "
+            "each run an address of its own"
+        )
+    remote.write(RUN, json.dumps({"run_id": run_id}).encode())

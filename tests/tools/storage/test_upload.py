@@ -1,0 +1,335 @@
+"""Copies of checkpoints in an object store: complete or not there, and bit for bit what a run resumes from."""
+
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from moba_train.checkpoint.manifest import verify_checkpoint
+from moba_train.checkpoint.retention import Marks
+from moba_train.errors import UserError
+from moba_train.resolve.run import RunFolders
+from moba_train.tools.storage import upload
+from moba_train.tools.storage.remote import RemoteFolder, StorageError, complete_steps
+from moba_train.tools.storage.upload import Upload, UploadOptions
+from tests.checkpoint.test_publish import publish_step, steps
+from tests.run.tiny_run import Run, assert_same_tensors
+from tests.tools.storage.server import BUCKET, Line
+
+WEIGHTS = "rank_0_0.safetensors"
+
+
+def folders(path: Path) -> RunFolders:
+    (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+    return RunFolders(path, (path / "checkpoints",))
+
+
+def start(path: Path, address: str, **options: int) -> Upload:
+    """An upload that has fetched what there was."""
+    opened = Upload.open(UploadOptions(address=address, **options), folders(path))
+    wait(opened)
+    return opened
+
+
+def wait(uploads: Upload) -> list[tuple[str, bool]]:
+    """The news once all has ended."""
+    assert uploads.is_idle(60)
+    return uploads.news()
+
+
+def save(path: Path, step: int, run_id: str = "one", content: str = "weights", **meta: object) -> Path:
+    progress = {"run_id": run_id, "step": step}
+    return publish_step(path / "checkpoints", step, content, progress=progress, save_id=f"{run_id}-{step}", **meta)
+
+
+def address_of(tmp_path: Path) -> str:
+    return f"s3://{BUCKET}/{tmp_path.name}"
+
+
+def there(address: str) -> list[int]:
+    """Steps of the complete copies."""
+    return sorted(complete_steps(RemoteFolder(address).files()))
+
+
+def test_a_run_on_a_new_disk_goes_on_from_the_newest_copy_bitwise(
+    run: Run, tmp_path: Path, corpora: Path, line: Line
+) -> None:
+    """And neither its files, nor what it prints, nor the copies hold the credentials."""
+    address = address_of(tmp_path)
+    run.recipe["checkpoint"] |= {"upload": {"address": address, "keep_last": 1}}
+    first = run.start(1, "--stop-at-step", "8")
+    output, _ = first.communicate(120)
+    assert first.returncode == 0, output
+    assert there(address) == [8]
+    kept = run.run_dir.rename(tmp_path / "kept")
+
+    (tmp_path / "new").mkdir()
+    moved = Run(tmp_path / "new", corpora)
+    moved.recipe["checkpoint"] = run.recipe["checkpoint"]
+    assert moved.train_here() == 0
+    shutil.copytree(kept, run.run_dir)
+    run.recipe["checkpoint"]["upload"] = None
+    assert run.train_here() == 0
+    assert_same_tensors(moved.newest_checkpoint, run.newest_checkpoint)
+    assert moved.losses() == run.losses(), "the metrics came with the checkpoint"
+    texts = [record["message"] for record in moved.records("checkpoint")]
+    assert f"the checkpoint of step 8 was fetched from {address}" in texts
+    assert any(text.startswith(f"the checkpoint of step 12 is uploaded to {address}: ") for text in texts)
+    assert there(address) == [12]
+
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    remote = RemoteFolder(address)
+    contents = [path.read_bytes() for path in written] + [remote.read(name, 1 << 30) or b"" for name in remote.files()]
+    assert len(written) > 20
+    assert output in {path.read_text() for path in written if path.name == "output"}
+    for secret in line.secrets:
+        assert not any(secret.encode() in content for content in contents)
+
+
+def test_two_ranks_upload_once_and_resume_on_one(run: Run, tmp_path: Path, line: Line) -> None:
+    address = address_of(tmp_path)
+    run.recipe["checkpoint"] |= {"upload": address}
+    process = run.start(2, "--stop-at-step", "4")
+    output, _ = process.communicate(120)
+    assert process.returncode == 0, output
+    weights = [path for path in line.puts if path.split("?")[0].endswith("safetensors")]
+    assert sorted(Path(path.split("?")[0]).name for path in weights) == [WEIGHTS, "rank_1_0.safetensors"]
+    shutil.rmtree(run.run_dir)
+    assert run.train_here("--stop-at-step", "5") == 0
+    assert [record["step"] for record in run.records("resume")] == [4]
+
+
+def test_a_run_that_is_killed_while_it_uploads_goes_on_with_the_rest(run: Run, tmp_path: Path, line: Line) -> None:
+    """No copy is complete then; the files that are there are not sent again."""
+    address = address_of(tmp_path)
+    run.recipe["checkpoint"] |= {"upload": address, "every": 12}
+    line.bytes_per_s = 2e5
+    process = run.start(1)
+    files = RemoteFolder(address)
+    deadline = time.monotonic() + 60
+    while not any(name.endswith("index.json") for name in files.files()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    line.cut()
+    process.kill()
+    process.wait()
+    found = files.files()
+    assert f"step_00000012/{WEIGHTS}" not in found
+    assert not complete_steps(found)
+    assert (run.run_dir / "checkpoints" / "step_00000012").exists()
+
+    line.bytes_per_s = 0
+    line.puts.clear()
+    assert run.train_here() == 0
+    assert there(address) == [12]
+    names = [Path(path.split("?")[0]).name for path in line.puts]
+    assert "index.json" not in names
+    assert names.count(WEIGHTS) == 1
+    assert "manifest.json" in names
+
+
+@pytest.mark.skipif("MOBA_UPLOAD_KILLS" not in os.environ, reason="MOBA_UPLOAD_KILLS=SEED asks for it; minutes")
+def test_kills_at_random_and_new_disks_do_not_change_a_bit(run: Run, tmp_path: Path, corpora: Path, line: Line) -> None:
+    """Over lines that are slow or torn, until a start comes to the end. Also prints the number of kills."""
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = Run(tmp_path / "undisturbed", corpora)
+    undisturbed.recipe["checkpoint"]["every"] = run.recipe["checkpoint"]["every"] = 2
+    assert undisturbed.train_here() == 0
+    run.recipe["checkpoint"]["upload"] = address_of(tmp_path)
+    chance = random.Random(int(os.environ["MOBA_UPLOAD_KILLS"]))
+    kills = new_disks = 0
+    while True:
+        line.bytes_per_s = chance.choice([0, 0, 3e5, 1e5])
+        line.torn = chance.choice([0, 0, 1, 2])
+        process = run.start(1)
+        deadline = time.monotonic() + chance.uniform(1.5, 9)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if process.poll() is not None:
+            break
+        line.cut()
+        process.kill()
+        process.wait()
+        kills += 1
+        if chance.random() < 0.6:
+            shutil.rmtree(run.run_dir, ignore_errors=True)
+            new_disks += 1
+    assert process.returncode == 0, process.communicate()[0]
+    print(f"{kills} kills, {new_disks} new disks")
+    assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
+    assert run.losses() == undisturbed.losses()
+
+
+def test_an_interrupted_copy_is_not_found_and_is_replaced(tmp_path: Path, line: Line) -> None:
+    address = address_of(tmp_path)
+    remote = RemoteFolder(address)
+    uploads = start(tmp_path, address)
+    path = save(tmp_path, 100)
+    remote.write(f"{path.name}/{WEIGHTS}", b"half of it")
+    assert there(address) == []
+    uploads.copy(path)
+    ((text, good),) = wait(uploads)
+    assert good
+    assert text.startswith(f"the checkpoint of step 100 is uploaded to {address}: ")
+
+    changed = save(tmp_path, 100, content="other")
+    uploads.copy(changed)
+    wait(uploads)
+    uploads.copy(changed)
+    assert wait(uploads) == [], "it is there"
+    start(tmp_path / "new", address)
+    copy = tmp_path / "new" / "checkpoints" / path.name
+    verify_checkpoint(copy)
+    assert (copy / WEIGHTS).read_text() == "other of step 100"
+
+
+def test_a_copy_that_differs_from_its_manifest_is_passed_over_for_the_one_before(
+    tmp_path: Path, line: Line, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = address_of(tmp_path)
+    uploads = start(tmp_path, address)
+    for step in (100, 200):
+        uploads.copy(save(tmp_path, step))
+        wait(uploads)
+    RemoteFolder(address).write(f"step_00000200/{WEIGHTS}", b"weights of step 2OO")
+    start(tmp_path / "new", address)
+    assert steps(tmp_path / "new" / "checkpoints") == [100]
+    assert f"step_00000200/{WEIGHTS} is " in caplog.text
+    assert [path.name for path in (tmp_path / "new" / "checkpoints").iterdir()] == ["step_00000100"]
+
+    RemoteFolder(address).delete(f"step_00000100/{WEIGHTS}")
+    with pytest.raises(StorageError, match=r"no copy in .* can be used:\n  - step 200: .*\n  - step 100: "):
+        start(tmp_path / "third", address)
+
+
+def test_a_checkpoint_in_doubt_is_not_fetched_while_there_is_another(tmp_path: Path, line: Line) -> None:
+    address = address_of(tmp_path)
+    uploads = start(tmp_path, address, keep_last=1)
+    uploads.copy(save(tmp_path, 100))
+    wait(uploads)
+    marks = Marks([])
+    marks.add(200, "one-200", "the next step was not finite")
+    marks.write(tmp_path / "checkpoints")
+    uploads.copy(save(tmp_path, 200))
+    wait(uploads)
+    assert there(address) == [100, 200], "the newest good one stays"
+    start(tmp_path / "new", address)
+    assert steps(tmp_path / "new" / "checkpoints") == [100]
+    uploads.copy(save(tmp_path, 300, not_finite=["model.norm.weight"]))
+    assert wait(uploads) == []
+    assert there(address) == [100, 200]
+
+
+def test_retention_of_its_own(tmp_path: Path, line: Line) -> None:
+    address = address_of(tmp_path)
+    uploads = start(tmp_path, address, keep_last=2, keep_every=200)
+    remote = RemoteFolder(address)
+    remote.write("step_00000050/left-by-a-kill", b"")
+    remote.write("mine/step_00000050/notes", b"")
+    for step in (100, 200, 300, 400, 500, 600):
+        uploads.copy(save(tmp_path, step, good=step < 500))
+        wait(uploads)
+    assert there(address) == [200, 400, 500, 600]
+    uploads = start(tmp_path, address, keep_last=1)
+    uploads.copy(save(tmp_path, 700, good=False))
+    wait(uploads)
+    assert there(address) == [400, 700]
+    assert "step_00000050/left-by-a-kill" not in remote.files()
+    assert "mine/step_00000050/notes" in remote.files()
+
+
+def test_a_full_bucket_is_told_and_the_next_checkpoint_is_copied(tmp_path: Path, line: Line) -> None:
+    address = address_of(tmp_path)
+    uploads = start(tmp_path, address)
+    line.is_full = True
+    uploads.copy(save(tmp_path, 100))
+    ((text, good),) = wait(uploads)
+    assert not good
+    assert text.startswith("the checkpoint of step 100 was not uploaded: ")
+    assert "bucket is full" in text
+    line.is_full = False
+    uploads.copy(save(tmp_path, 200))
+    assert [good for _, good in wait(uploads)] == [True]
+    assert there(address) == [200]
+
+
+def test_torn_connections_are_tried_again(tmp_path: Path, line: Line) -> None:
+    address = address_of(tmp_path)
+    uploads = start(tmp_path, address)
+    line.torn = 3
+    uploads.copy(save(tmp_path, 100))
+    assert [good for _, good in wait(uploads)] == [True]
+    assert line.torn == 0
+    start(tmp_path / "new", address)
+    verify_checkpoint(tmp_path / "new" / "checkpoints" / "step_00000100")
+
+
+def test_a_slow_store_gets_the_newest_checkpoints_and_those_to_keep(tmp_path: Path, line: Line) -> None:
+    """Saving never waits for it, and what it copies is not deleted meanwhile."""
+    address = address_of(tmp_path)
+    uploads = start(tmp_path, address, keep_last=9, keep_every=300)
+    line.bytes_per_s = 3e3
+    began = time.monotonic()
+    for step in (100, 200, 300, 400, 500):
+        uploads.copy(save(tmp_path, step))
+        if step == 100:
+            assert not uploads.is_idle(0.05)
+    assert time.monotonic() - began < 1
+    line.bytes_per_s = 0
+    wait(uploads)
+    assert there(address) == [100, 300, 500]
+
+
+def test_a_run_is_refused_where_the_store_cannot_be_used(
+    tmp_path: Path, line: Line, monkeypatch: pytest.MonkeyPatch, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong credentials, no such bucket: before the first step, if there is nothing else to go on from."""
+    with pytest.raises(UserError, match=r"s3://absent/run/run\.json: FileNotFoundError: The specified bucket does not"):
+        start(tmp_path / "a", "s3://absent/run")
+    wrong = "wrong-secret-of-somebody"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
+    address = address_of(tmp_path)
+    run.recipe["checkpoint"] |= {"upload": address}
+    assert run.train_here() == 2
+    error = capsys.readouterr().err
+    assert f"checkpoint.upload: {address}: PermissionError" in error
+    assert wrong not in error
+    assert not (run.run_dir / "metrics.jsonl").exists()
+
+    save(tmp_path / "b", 100)
+    uploads = Upload.open(UploadOptions(address=address), folders(tmp_path / "b"))
+    ((text, good),) = wait(uploads)
+    assert not good
+    assert text.endswith("the run goes on from what is in its folder")
+
+
+def test_another_run_is_refused(tmp_path: Path, line: Line) -> None:
+    address = address_of(tmp_path)
+    uploads = start(tmp_path / "one", address)
+    uploads.copy(save(tmp_path / "one", 100))
+    wait(uploads)
+    other = save(tmp_path / "other", 50, "two")
+    with pytest.raises(UserError, match="holds the checkpoints of run one, and this is run two; give each run an"):
+        start(tmp_path / "other", address)
+    uploads.copy(other)
+    ((text, good),) = wait(uploads)
+    assert not good
+    assert "of run one, and this is run two" in text
+    assert json.loads(RemoteFolder(address).read(upload.RUN, 1000) or b"") == {"run_id": "one"}
+
+
+def test_a_folder_is_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "PAUSES_S", ())
+    address = f"file://{tmp_path}/store"
+    uploads = start(tmp_path / "run", address)
+    uploads.copy(save(tmp_path / "run", 100))
+    assert [good for _, good in wait(uploads)] == [True]
+    start(tmp_path / "new", address)
+    verify_checkpoint(tmp_path / "new" / "checkpoints" / "step_00000100")
+    os.truncate(tmp_path / "store" / "step_00000100" / "manifest.json", 10)  # where a copy is no single step
+    uploads.copy(tmp_path / "run" / "checkpoints" / "step_00000100")
+    wait(uploads)
+    start(tmp_path / "newer", address)
