@@ -13,7 +13,7 @@ project = "moba_train"
 author = "the moba_train authors"
 copyright = "the moba_train authors, Apache License 2.0"
 root_doc = "docs/index"
-include_patterns = ["docs/**", "*.md", "benchmarks/**.md", "experiments/*.md"]
+include_patterns = ["docs/**", "*.md", "benchmarks/**.md", "experiments/*.md", "integrations/*/README.md"]
 exclude_patterns = ["docs/conf.py", "docs/site"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]

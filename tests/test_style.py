@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moba_train"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "configs" not in path.parts]
-PROSE = [*FILES, *sorted((ROOT / "data_tools").rglob("*.py"))]
+PROSE = [*FILES, *(path for part in ("data_tools", "integrations") for path in sorted((ROOT / part).rglob("*.py")))]
 """Files whose docstrings and comments are read."""
 OPENINGS = re.compile(r"(What|Whether|How|Where|Who|Whose|When|Why|Which|Of|The same|See `)\b")
 WORDS = re.compile(
@@ -24,6 +24,7 @@ WORDS = re.compile(
 )
 PAGES = [
     ROOT / "README.md",
+    *sorted((ROOT / "integrations").rglob("*.md")),
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "attention-path.md"),
 ]
 """Pages that users read."""

@@ -14,6 +14,9 @@ from moba_train.tools.hf.rope import ROPE_KEYS
 _SIZES = {*Family.same, "head_dim", "rope", "embedding_scale", "attention_scale"}
 """Keys of `model` that all models have, with values of their own."""
 
+_PUBLISHED = {name: family for name, family in MODEL_FAMILIES.items() if not family.asked_for}
+"""All but those that an export takes only where `--as` or `--with-code` asks for them."""
+
 _INTRODUCTION = """\
 # Model families
 
@@ -47,7 +50,7 @@ def families_page() -> str:
 def _rows() -> Iterator[str]:
     yield "| models | `model_type`, class | values of `model` | kinds |\n|---|---|---|---|\n"
     usual = ModelConfig(vocab_size=2, hidden_size=2, intermediate_size=1, layers=1, heads=1, kv_heads=1).model_dump()
-    for name, made in MODEL_FAMILIES.items():
+    for name, made in _PUBLISHED.items():
         family: Family = made()
         config = family.completed({"model_type": name})
         values = ModelConfig.model_validate(family.values(config)).model_dump()
@@ -62,16 +65,16 @@ def _rows() -> Iterator[str]:
 
 def _refusals() -> Iterator[str]:
     found: dict[tuple[str, str], list[str]] = {}
-    for name, family in MODEL_FAMILIES.items():
+    for name, family in _PUBLISHED.items():
         for key, value in family.fixed.items():
             found.setdefault((key, json.dumps(value)), []).append(name)
     for (key, value), names in sorted(found.items()):
-        lacking = [name for name in MODEL_FAMILIES if name not in names]
+        lacking = [name for name in _PUBLISHED if name not in names]
         most = "all" if not lacking else f"all but {', '.join(lacking)}"
         yield f"| `{key}` | `{value}` | {min(most, ', '.join(names), key=len)} |\n"
 
 
 def _rest() -> str:
-    aside = {f"`{name}*` of {kind}" for kind, family in MODEL_FAMILIES.items() for name in family.left_aside}
+    aside = {f"`{name}*` of {kind}" for kind, family in _PUBLISHED.items() for name in family.left_aside}
     text = _REST.format(", ".join(f"`{key}`" for key in sorted(NO_FUNCTION)), ", ".join(sorted(aside)))
     return f"\n{fill(text, 120)}\n"
