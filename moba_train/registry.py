@@ -145,7 +145,7 @@ WEIGHT_SOURCES: Registry[Any] = Registry("moba_train.weight_sources", "source of
 OPTIMIZERS: Registry[Any] = Registry("moba_train.optimizers", "optimizer", ("Options", "build", "state_bytes"))
 """Objects `optim.spec.OptimizerSpec`."""
 ADAMW_KERNELS: Registry[Any] = Registry("moba_train.adamw_kernels", "kernel of AdamW", ("problem", "state_device"))
-"""Subclasses of `optim.adamw.KernelAdamW`."""
+"""Subclasses of `mechanisms.adamw.kernel.KernelAdamW`."""
 NORMS: Registry[Any] = Registry("moba_train.norms", "implementation of RMS norms", ("problem", "forward"))
 """Subclasses of `torch.nn.RMSNorm`, whose `problem(device)` says why one cannot run there."""
 OBJECTIVES: Registry[Any] = Registry("moba_train.objectives", "objective", ("Options", "prepare", "of_chunk"))

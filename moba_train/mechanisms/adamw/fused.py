@@ -9,7 +9,7 @@ import torch
 
 from moba_train.config.optim import OptimConfig
 from moba_train.environment import import_problem
-from moba_train.optim.adamw import KernelAdamW, Shards
+from moba_train.mechanisms.adamw.kernel import KernelAdamW, Shards
 
 _CHUNK = 1 << 16
 """Elements that a thread block works on, as in both packages."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moba_train.config.optim import OptimConfig
 from moba_train.errors import LaunchError
-from moba_train.optim.adamw import KernelAdamW, Shards
+from moba_train.mechanisms.adamw.kernel import KernelAdamW, Shards
 
 PIECE = 1 << 25
 """Elements that travel at once, 128 MiB of weights and as many of gradients."""

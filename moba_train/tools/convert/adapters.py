@@ -19,7 +19,9 @@ from moba_train.tools.convert.hf_export import hf_config, write_safetensors
 from moba_train.tools.convert.new_folder import new_folder
 from moba_train.tools.hf.config import is_hf_folder, read_family
 from moba_train.tools.hf.family import NUMBER, family_of
-from moba_train.tools.hf.weights import SINGLE, SafetensorsFolder, check_hf_weights, parameter_shapes, places
+from moba_train.tools.hf.files import SINGLE
+from moba_train.tools.hf.mxfp4 import open_weights
+from moba_train.tools.hf.weights import check_hf_weights, parameter_shapes, places
 from moba_train.tools.saved_recipe import SavedRun, base_folder
 
 PEFT_CONFIG = "adapter_config.json"
@@ -37,10 +39,11 @@ class MergedReader(CheckpointReader):
         folder = base_folder(saved)
         self._read_base: Callable[[str], Tensor]
         if is_hf_folder(folder):
-            files = SafetensorsFolder(folder)
+            files = open_weights(folder)
             shapes = parameter_shapes(saved.config.model)
             check_hf_weights(shapes, files)
-            found = places(read_family(folder)[0], shapes)
+            family, config = read_family(folder)
+            found = places(config, family, shapes)
             self._read_base = lambda name: found[name.removeprefix("model.")].read(files).float()
         else:
             self._read_base = CheckpointReader(find_checkpoint(folder)[0]).read
