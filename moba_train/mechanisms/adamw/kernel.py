@@ -1,4 +1,4 @@
-"""AdamW by kernels of other packages: what they share. Such a kernel is a subclass of `KernelAdamW` and an entry point of
+"""AdamW by kernels of other packages: what they share. One is a subclass of `KernelAdamW` and an entry point of
 the group `moba_train.adamw_kernels`."""
 
 from abc import abstractmethod
