@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from moba_train.checkpoint.files import in_threads
 from moba_train.checkpoint.manifest import MANIFEST, STEP_FOLDER, FileEntry
+from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.errors import CheckpointError
 from moba_train.output_files import make_folder, new_file, open_to_change, temporary_path
 
@@ -208,7 +209,8 @@ def local_copy(address: str) -> Path:
     """
     remote = RemoteFolder(address)
     if address.startswith("file://"):
-        return Path(address.removeprefix("file://"))
+        path = Path(address.removeprefix("file://"))
+        return latest_checkpoint(path) or path
     files = remote.files()
     name = PurePosixPath(remote.address).name
     if steps := complete_steps(files):
