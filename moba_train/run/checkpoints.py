@@ -173,7 +173,7 @@ class RunCheckpoints:
 
     def _resume(self, path: Path, from_scratch: bool) -> Start:
         if self._model.adapters is not None and self._run.init_from is not None:
-            load_initial_weights(self._model, local_path(self._run.init_from))  # the base, which checkpoints do not have
+            load_initial_weights(self._model, local_path(self._run.init_from))  # the base, which is not saved
         progress, note = self.load(path)
         self.saved_step = progress.step
         if self._is_main:
