@@ -322,6 +322,21 @@ def test_another_run_is_refused(tmp_path: Path, line: Line) -> None:
     assert json.loads(RemoteFolder(address).read(upload.RUN, 1000) or b"") == {"run_id": "one"}
 
 
+def test_a_kill_leaves_no_part_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing could be uploaded to an address without a sound `run.json`."""
+    store = RemoteFolder(f"file://{tmp_path}/store")
+    store.write(upload.RUN, b"old")
+
+    def killed(_descriptor: int) -> None:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", killed)
+        with pytest.raises(StorageError, match="killed"):
+            store.write(upload.RUN, b"new")
+    assert store.read(upload.RUN, 100) == b"old"
+
+
 def test_a_fetch_that_breaks_off_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be taken for the whole of it by the next start."""
     address = f"file://{tmp_path}/store"
