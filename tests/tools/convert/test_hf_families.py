@@ -12,8 +12,8 @@ from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.build import build_attention
 from moba_train.tools.convert.hf import export_to_hf, imported_recipe
-from moba_train.tools.convert.hf_export import hf_config, parse_layer
-from moba_train.tools.hf.config import read_family, read_model_config
+from moba_train.tools.convert.hf_export import hf_config
+from moba_train.tools.hf.config import parse_layer, read_family, read_model_config
 from moba_train.tools.saved_recipe import open_checkpoint
 from tests.tools.convert.hf_models import (
     FAMILIES,
