@@ -252,16 +252,44 @@ def test_eval_and_generate_read_the_folder(exported: Exported) -> None:
     torch.testing.assert_close(logits(load_on_this_machine(saved), PROMPTS[0]), expected, rtol=0, atol=1e-4)
 
 
-def test_chunks_of_queries_and_gradients(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts are read a chunk of queries at a time, and what is trained elsewhere gets the gradients of ours."""
+def loaded_here(folder: Path) -> Any:
+    """The model of an export in float64, by the package's own copy of the code."""
     from transformers import AutoConfig
 
-    from moba_train.tools.convert.remote_code import attention_moba_train, modeling_moba_train
+    from moba_train.tools.convert.remote_code import modeling_moba_train
+
+    own = json.loads((folder / "config.json").read_text())["model_type"] == "moba_train"
+    config = (modeling_moba_train.MobaConfig if own else AutoConfig).from_pretrained(folder)
+    return modeling_moba_train.MobaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).eval()
+
+
+@pytest.mark.parametrize("exported", AS_TRAINED, indirect=True)
+def test_a_padded_batch_is_read_in_parts(exported: Exported) -> None:
+    """Of the shorter text the first part has padding alone."""
+    theirs = loaded_here(exported.folder)
+    long, short = PROMPTS
+    first = len(long) - len(short)
+    batch = torch.stack([long, torch.cat([short[:1].expand(first), short])])
+    mask = (torch.arange(len(long)) >= torch.tensor([[0], [first]])).long()
+    cache = None
+    outs = []
+    with torch.no_grad():
+        for part in torch.arange(len(long)).split([first - 7, 30, len(long) - first - 23]):
+            upto = int(part[-1]) + 1
+            out = theirs(batch[:, part], attention_mask=mask[:, :upto], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            outs.append(out.logits)
+    found = torch.cat(outs, 1)
+    torch.testing.assert_close(found[0], logits(exported.model, long), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[1, first:], logits(exported.model, short), rtol=0, atol=1e-10)
+
+
+def test_chunks_of_queries_and_gradients(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts are read a chunk of queries at a time, and what is trained elsewhere gets the gradients of ours."""
+    from moba_train.tools.convert.remote_code import attention_moba_train
 
     monkeypatch.setattr(attention_moba_train, "_SCORES", 6000)
-    plain = exported.answers["ordinary"].endswith("ForCausalLM")
-    config = (AutoConfig if plain else modeling_moba_train.MobaConfig).from_pretrained(exported.folder)
-    theirs = modeling_moba_train.MobaForCausalLM.from_pretrained(exported.folder, config=config, dtype=torch.float64)
+    theirs = loaded_here(exported.folder)
     tokens = PROMPTS[0]
     found = theirs(tokens[None]).logits[0]
     expected = exported.model(tokens, torch.arange(len(tokens)), packed_layout([len(tokens)]))
@@ -368,19 +396,12 @@ def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path, monkey
 @pytest.mark.parametrize("residual_scale", [1.0, 0.5])
 def test_yarn_that_does_not_round_is_computed_as_trained(tmp_path: Path, residual_scale: float) -> None:
     """In an ordinary model, and in one that only the code can run."""
-    from transformers import AutoConfig
-
-    from moba_train.tools.convert.remote_code import modeling_moba_train
-
     shape = SIZES | {"rope": YARN | {"truncate": False}, "residual_scale": residual_scale}
     save_model(tmp_path, shape, [{"kind": "full"}] * 3)
     saved = open_checkpoint(tmp_path / "run")
     export_to_hf(saved, tmp_path / "out", torch.float32, 2**30, with_code=True)
-    made = AutoConfig if residual_scale == 1 else modeling_moba_train.MobaConfig
-    config = made.from_pretrained(tmp_path / "out")
-    theirs = modeling_moba_train.MobaForCausalLM.from_pretrained(tmp_path / "out", config=config, dtype=torch.float64)
     with torch.no_grad():
-        found = theirs(PROMPTS[0][None]).logits[0]
+        found = loaded_here(tmp_path / "out")(PROMPTS[0][None]).logits[0]
     expected = logits(load_trained(saved, torch.device("cpu"), torch.float64), PROMPTS[0])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 

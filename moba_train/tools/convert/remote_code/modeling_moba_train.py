@@ -49,7 +49,7 @@ class MobaConfig(PretrainedConfig):
 
 
 def texts_by_padding(attention_mask: Tensor | None, batch: int, tokens: int) -> Texts:
-    """The texts of a batch. Padding behind a text changes nothing before it and is not looked at.
+    """The texts of a batch. Padding behind a text changes nothing before it, except in `seer`, and is not looked at.
 
     Raises ValueError for a mask of another shape than [B, S], and for padding inside of a text.
     """
@@ -59,7 +59,7 @@ def texts_by_padding(attention_mask: Tensor | None, batch: int, tokens: int) -> 
         shape = getattr(attention_mask, "shape", type(attention_mask).__name__)
         raise ValueError(f"attention_mask: {shape} given, [batch, all tokens] = [{batch}, {tokens}] needed")
     mask = attention_mask.bool()
-    firsts = (mask.cumsum(1) == 0).sum(1) % tokens  # 0 for a text that is all padding
+    firsts = (mask.cumsum(1) == 0).sum(1)  # `tokens` for a text that is all padding, so far
     if ((mask[:, 1:] & ~mask[:, :-1]).sum(1) > (firsts > 0)).any():
         raise ValueError("attention_mask: has padding between tokens; pad prompts on the left")
     found: dict[int, list[int]] = {}
