@@ -174,6 +174,7 @@ def _compile_parts(model: PipelineModel, batch: Batch) -> None:
         outputs = [sums.total] if place.parts[number].has_output else [x_TD, sums.auxiliary]
         given = [output for output in outputs if output is not None and output.requires_grad]
         torch.autograd.backward(given, list(map(torch.zeros_like, given)))
+    model.largest_lse.begin_step()  # those of random states are not the step's
 
 
 def _torch_stage(part: _Part, rows: int, device: torch.device) -> PipelineStage:
