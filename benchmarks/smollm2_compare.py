@@ -20,8 +20,7 @@ from moba_train.config.attention import LayerAttention
 from moba_train.data.indexed import IndexedDataset
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
-from moba_train.tools.convert.hf_export import parse_layer
-from moba_train.tools.hf.config import read_model_config
+from moba_train.tools.hf.config import parse_layer, read_model_config
 from moba_train.tools.hf.weights import load_hf_weights
 from moba_train.tools.transformers_attention import register
 

@@ -177,8 +177,7 @@ def encode_record(
     ends = np.cumsum([len(segment_ids) for segment_ids in ids_by_segment])
     if most is None or ends[-1] <= most:
         return TokenizedConversation(ids, mask)
-    following = [*(segment.in_loss for segment in record[1:]), False]
-    answers = [int(end) for end, one, more in zip(ends, record, following, strict=True) if one.in_loss and not more]
+    answers = [int(end) for end, segment in zip(ends, record, strict=True) if segment.ends_answer]
     fitting = [end for end in answers if end <= most]
     if not fitting:
         raise ValueError(f"its first answer ends with token {answers[0]:,}, --max-tokens allows {most:,}")
@@ -375,7 +374,7 @@ def _encode_samples(
             found.append(encode_record(sample, tokenizer, most))
         except ValueError as problem:
             error = error or problem
-            missing += sum(segment.in_loss for segment in sample)
+            missing += sum(segment.ends_answer for segment in sample)
     if error is not None and not found:
         raise error
     if missing:

@@ -5,7 +5,6 @@ Shape suffixes: L rows of this rank, H query heads, K key/value heads, D head wi
 
 from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
 
 from moba_train.attention.handles import Handled
@@ -54,27 +53,6 @@ class OperatorEngine(Engine, Handled):
     def shard(self, layout: Layout) -> Shard:
         """The whole sequence."""
         return Shard(self, layout)
-
-
-class NotingEngine(Engine):
-    """Another engine, which also raises `largest_H`, one number for each head, to the largest of each call's `lse`."""
-
-    def __init__(self, engine: Engine, largest_H: Tensor) -> None:
-        self._engine = engine
-        self._largest_H = largest_H
-        self.observers = engine.observers
-
-    def __call__(
-        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout, *sink: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Results of the other engine."""
-        out_LHD, lse_HL = self._engine(q_LHD, k_LKD, v_LKD, attention, layout, *sink)
-        self._largest_H.copy_(torch.maximum(self._largest_H, lse_HL.detach().amax(1)))
-        return out_LHD, lse_HL
-
-    def shard(self, layout: Layout) -> Shard:
-        """As of the other engine, whose calls are not noted."""
-        return self._engine.shard(layout)
 
 
 LOCAL_ENGINE = OperatorEngine()

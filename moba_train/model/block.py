@@ -1,6 +1,7 @@
 """A block of the model: attention and feed-forward, with the norms, gates and sinks that its layer has.
 
-Shape suffixes: T packed tokens, D hidden size, H query heads, K key/value heads, d head width.
+Shape suffixes: T packed tokens, D hidden size, H query heads, K key/value heads, d head width. In engines L are the
+rows of this rank and D is the head width.
 """
 
 from collections.abc import Mapping
@@ -10,12 +11,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moba_train.attention.engine import LOCAL_ENGINE, Engine, NotingEngine
+from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kind import AttentionKind, LayerInput, SublayerInput, TwoSublayers
 from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import LocalAttention
+from moba_train.attention.shard import Shard
 from moba_train.config.model import LayerRope, ModelConfig
 from moba_train.model.feed_forward import RegisteredFeedForward, build_feed_forward
 from moba_train.model.rope import apply_rope, rope_cos_sin
+
+
+class NotingEngine(Engine):
+    """Another engine, which also raises `largest_H`, one number for each head, to the largest of each call's `lse`."""
+
+    def __init__(self, engine: Engine, largest_H: Tensor) -> None:
+        self._engine = engine
+        self._largest_H = largest_H
+        self.observers = engine.observers
+
+    def __call__(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout, *sink: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Results of the other engine."""
+        out_LHD, lse_HL = self._engine(q_LHD, k_LKD, v_LKD, attention, layout, *sink)
+        self._largest_H.copy_(torch.maximum(self._largest_H, lse_HL.detach().amax(1)))
+        return out_LHD, lse_HL
+
+    def shard(self, layout: Layout) -> Shard:
+        """As of the other engine, whose calls are not noted."""
+        return self._engine.shard(layout)
 
 
 class CenteredRMSNorm(nn.RMSNorm):

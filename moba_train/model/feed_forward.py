@@ -40,11 +40,15 @@ def _clamped(gate: Tensor, up: Tensor) -> Tensor:
     return gate * (1.702 * gate).sigmoid() * (up.clamp(-7.0, 7.0) + 1)
 
 
-_GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": lambda gate, up: F.silu(gate) * up,
-    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-    "clamped": _clamped,
-}
+def _silu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+_GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": _silu, "gelu_tanh": _gelu_tanh, "clamped": _clamped}
 """Functions of the two projections, by `model.activation`."""
 
 

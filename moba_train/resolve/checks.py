@@ -171,7 +171,9 @@ def files_problems(config: RunConfig, run: ResolvedRun | None, *, training: bool
     """Missing and unusable files: corpora, tokenizer, initial weights, folders, the packages of telemetry. run:
     `config` resolved; None where there are other problems."""
     fallback_dir = config.checkpoint.fallback_dir
-    initial = unread_folder(config.init_from, checkpoint_folders(config.run_dir, fallback_dir))
+    # Every start reads the base of adapters.
+    begun = () if config.adapters.given is not None else checkpoint_folders(config.run_dir, fallback_dir)
+    initial = unread_folder(config.init_from, begun)
     spec = run.setup.spec if run is not None else None
     corpora = list(corpus_problems(config.data, config.stages, config.model.vocab_size, config.loss_norm))
     settings = evaluation_settings(run) if run is not None and not corpora else ()

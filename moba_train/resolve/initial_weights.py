@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +140,9 @@ def unread_folder(init_from: str | None, checkpoints: Sequence[Path]) -> Path | 
     """
     if init_from is None:
         return None
-    try:
-        has_begun = any(map(published, checkpoints))
-    except UnreadableError:
-        has_begun = True
-    return None if has_begun else local_path(init_from)
+    with suppress(UnreadableError):
+        return None if any(map(published, checkpoints)) else local_path(init_from)
+    return None
 
 
 def left_out_kinds(spec: ModelSpec, folder: Path) -> dict[tuple[int, str], Shapes]:

@@ -133,8 +133,6 @@ class RunCheckpoints:
         self._start_id = broadcast(uuid.uuid4().hex[:8])
         self._evaluated = Evaluated({})
         places = (Place(other, Retention(keep.keep_last), "checkpoint.fallback_dir") for other in self._other_folders)
-        asked = keep.asked_for() if world.is_main and run.memory.saves else []
-        self.stores: list[CheckpointStore] = [store.open(options, run.folders) for _, store, options in asked]
         self.checkpointer = Checkpointer(
             self.folder,
             Retention(keep.keep_last, keep.keep_every, keep.keep_best),
@@ -143,6 +141,9 @@ class RunCheckpoints:
             max_failures=keep.max_failures,
             saved=self._copy,
         )
+        # Behind the checkpointer, which removes unfinished checkpoints, such as one that is being fetched.
+        asked = keep.asked_for() if world.is_main and run.memory.saves else []
+        self.stores: list[CheckpointStore] = [store.open(options, run.folders) for _, store, options in asked]
 
     def start(self, from_scratch: bool = False) -> Start:
         """Load the newest checkpoint that is intact and finite or, where there are no checkpoints, the weights of
@@ -172,7 +173,7 @@ class RunCheckpoints:
 
     def _resume(self, path: Path, from_scratch: bool) -> Start:
         if self._model.adapters is not None and self._run.init_from is not None:
-            load_initial_weights(self._model, Path(self._run.init_from))  # their base, which checkpoints do not have
+            load_initial_weights(self._model, local_path(self._run.init_from))  # the base, which is not saved
         progress, note = self.load(path)
         self.saved_step = progress.step
         if self._is_main:

@@ -64,7 +64,7 @@ class Trainer:
         self.stop = RunStop(request, stop_at_step, world.timeout.total_seconds())
         self.clock = StepClock()
         refuse_broken_gpus(run.health.node, world)
-        # Nothing of ours draws random numbers in a step; an attention kind from elsewhere may.
+        # What draws random numbers in a step: the dropout of adapters, and perhaps an attention kind from elsewhere.
         torch.manual_seed(run.seed + world.rank)
         self.learner = Learner(run, world)
         # Between the phases of set-up, which may each take minutes: compiling, reading a checkpoint.

@@ -20,7 +20,7 @@ from moba_train.attention.kernels.common.merge import with_sink
 from moba_train.attention.layout import Layout, TokenRange
 from moba_train.attention.protocol import LocalAttention
 from moba_train.model.build import build_attention
-from moba_train.tools.convert.hf_export import parse_layer
+from moba_train.tools.hf.config import parse_layer
 from moba_train.tools.inference.cache import Decode, check_decode
 
 _decode: Decode = "full"

@@ -330,6 +330,9 @@ def on_one_device(case: Case) -> Found:
     model.set_attention(build_attention(stage.attention, model.config.head_width))
     model.set_rope(stage.rope)
     set_trainable(model, stage.trainable)
+    largest_lse = torch.full((len(model.blocks), model.config.heads), -torch.inf)
+    for block, row_H in zip(model.blocks, largest_lse, strict=True):
+        block.attention.largest_lse_H = row_H  # type: ignore[union-attr]  # blocks are modules to mypy
     made = samples(case)
     count = sum(float(sample.loss_weight.sum(dtype=np.float64)) for sample in made)
     output = model.embedding.weight if model.output is None else model.output.weight
@@ -352,6 +355,8 @@ def on_one_device(case: Case) -> Found:
     for kind in {*stage.kinds}:
         layers = [f"blocks.{layer}." for layer, other in enumerate(stage.kinds) if other == kind]
         found[f"grad_norm_{kind}"] = norm(*layers)
+    if largest_lse.max() > -torch.inf:
+        found["max_lse"] = largest_lse.max()
     found |= {f"auxiliary_loss_layer_{i}": x for i, x in enumerate(auxiliary.detach()) if x}
     found |= {f"gradient {name}": gradient.clone() for name, gradient in gradients.items()}
     scale = 1.0 if case.clip_norm is None else min(1.0, case.clip_norm / (float(found["grad_norm"]) + 1e-6))

@@ -61,7 +61,7 @@ def parsed(messages: list[dict[str, Any]], **others: Any) -> Conversation:
 def samples(source: str, messages: list[dict[str, Any]], end: str = "<e>") -> list[str]:
     """Samples of a conversation, with the text that carries loss in double brackets."""
     split = ChatTemplate(source, end).split(parsed(messages))
-    return ["".join(f"[[{text}]]" if in_loss else text for text, in_loss in sample) for sample in split.samples]
+    return ["".join(f"[[{text}]]" if in_loss else text for text, in_loss, _ in sample) for sample in split.samples]
 
 
 def make(tmp_path: Path, tokenizer: str, source: str, records: list[Any], *options: str) -> tuple[list[str], str]:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from data_tools.cli import app
 from data_tools.conversations import parse_record
-from data_tools.sft import SftOptions, make_sft_corpus
+from data_tools.sft import SftOptions, encode_record, make_sft_corpus
 from moba_train.config.data import SourceConfig
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import byte_of_weight, mask_prefix
@@ -18,6 +18,7 @@ from moba_train.data.samples import StageData
 from moba_train.errors import DataError
 from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.chat.template import ChatTemplate, Conversation
+from moba_train.tools.text_tokenizer import load_text_tokenizer
 from tests.data_tools.test_sft import write_lines
 from tests.data_tools.test_sft_messages import FORGETS, TWO_TURNS, assistant, make, user
 
@@ -87,14 +88,27 @@ def test_thoughts_without_loss_are_left_out_of_the_answers(tmp_path: Path, token
     found = ChatTemplate(THINKS, "<e>").split(
         Conversation([user("?"), assistant("!", reasoning_content="hm", weight=0.5, thought_weight=0.5)])
     )
-    assert found.samples == [
-        [("<user>?<e><assistant>", 0), ("<think>", 0.5), ("hm", 0.25), ("</think>!<e>", 0.5)],
-    ]
-    (tmp_path / "cut").mkdir()
-    options = ("--end-of-turn", "<e>", "--thought-weight", "0", "--max-tokens", "200")
-    (cut,), _ = make(tmp_path / "cut", tokenizer, THINKS, [RECORD], *options)
-    assert cut.endswith("<e>]]")
-    assert document.startswith(cut)
+    assert [segment[:2] for segment in found.samples[0]] == [
+        ("<user>?<e><assistant>", 0), ("<think>", 0.5), ("hm", 0.25), ("</think>!<e>", 0.5),
+    ]  # fmt: skip
+    conversation = parse_record(RECORD)
+    assert isinstance(conversation, Conversation)
+    without_thoughts = SftOptions(thought_weight=0).applied(conversation)
+    (sample,) = ChatTemplate(THINKS, "<e>").split(without_thoughts).samples
+    reader = load_text_tokenizer(tokenizer)
+    whole = encode_record(sample, reader)
+    cuts = [encode_record(sample, reader, most) for most in range(200, len(whole.ids))]
+    assert {cut.answers_cut for cut in cuts} == {1, 2, 3, 4}
+    assert all(reader.decode(cut.ids.tolist()).endswith("<e>") for cut in cuts)
+
+
+def test_line_breaks_behind_a_thought_are_tokenized_with_it() -> None:
+    """As in inference, where a tokenizer joins them to the stop before."""
+    lines = "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n"
+    lines += "</think>\n\n{% endif %}{{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    answer = assistant("!", reasoning_content="So.", thought_weight=0)
+    (sample,) = ChatTemplate(lines, "<e>").split(Conversation([user("?"), answer])).samples
+    assert [segment.text for segment in sample[1:]] == ["<think>\n", "So.\n", "</think>\n\n!<e>"]
 
 
 def test_loss_on_the_last_turn_is_on_all_its_calls(tmp_path: Path, tokenizer: str) -> None:

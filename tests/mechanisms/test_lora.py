@@ -12,12 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from moba_train.attention.layout import packed_layout
+from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
+from moba_train.errors import CheckpointError
 from moba_train.mechanisms.lora import CHANGE, A, B, Lora, LoraLinear, LoraOptions, merged
 from moba_train.memory.weights import checkpoint_bytes
+from moba_train.resolve.recipe import resolve
 from moba_train.tools.convert.adapters import export_adapters
 from moba_train.tools.convert.hf import export_to_hf
+from moba_train.tools.plan.command import print_start_warnings
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 from tests.memory.test_memory import config as of_model
 from tests.memory.test_memory import planned
@@ -148,6 +152,16 @@ def test_a_run_that_resumes_has_the_bits_of_one_that_was_never_stopped(
     assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
 
 
+def test_recomputed_layers_drop_the_same_inputs(run: Run, tmp_path: Path, base: Path) -> None:
+    adapting(run, base, adapters={"lora": LORA | {"lora_dropout": 0.5}})
+    losses = []
+    for kept in ("none", "full"):
+        run.recipe |= {"run_dir": str(tmp_path / kept), "activation_checkpointing": kept}
+        assert run.train_here("--stop-at-step", "4") == 0
+        losses.append(run.losses())
+    assert losses[0] == losses[1]
+
+
 def test_ranks_change_nothing_but_rounding(run: Run, corpora: Path, tmp_path: Path, base: Path, ranks: Ranks) -> None:
     found = {}
     for count, parallel in ((1, {}), (4, {"cp": 2, "dp_shard": 2})):
@@ -162,7 +176,9 @@ def test_ranks_change_nothing_but_rounding(run: Run, corpora: Path, tmp_path: Pa
             torch.testing.assert_close(found[4][1][name], value, rtol=1e-2, atol=2e-3)
 
 
-def test_another_base_is_refused(run: Run, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_base_is_refused(
+    run: Run, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapting(run, base)
     assert run.train_here("--stop-at-step", "2") == 0
     other = tmp_path / "other"
@@ -175,6 +191,24 @@ def test_another_base_is_refused(run: Run, base: Path, tmp_path: Path, capsys: p
     capsys.readouterr()
     assert run.train_here() != 0
     assert "init_from: holds other weights than those" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path.parent)
+    saved = open_checkpoint(run.run_dir)
+    saved = saved._replace(config=saved.config.model_copy(update={"init_from": str(other)}))
+    with pytest.raises(CheckpointError, match="init_from: holds other weights than those"):
+        export_adapters(saved, tmp_path / "peft")
+    run.recipe["init_from"] = str(tmp_path / "absent")
+    assert run.train_here() == 2
+    assert "init_from: given" in capsys.readouterr().err
+
+
+def test_each_start_reads_the_base_which_may_be_at_an_address(
+    run: Run, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapting(run, base, init_from=f"file://{base}")
+    for step in ("1", "2"):
+        assert run.train_here("--stop-at-step", step) == 0
+    print_start_warnings(resolve(load_config(run.write_recipe())))
+    assert "will not be read" not in capsys.readouterr().out
 
 
 def test_a_run_keeps_its_adapters_and_no_other_begins_with_them(

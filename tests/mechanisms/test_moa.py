@@ -20,7 +20,8 @@ from moba_train.mechanisms.moa.moa_kind import MoaKind
 from moba_train.mechanisms.moa.spans import Spans
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.tools.convert.hf_export import layer_entry, layer_problem, parse_layer
+from moba_train.tools.convert.hf_export import layer_entry, layer_problem
+from moba_train.tools.hf.config import parse_layer
 from moba_train.tools.needle.answers import SelectedBlocks
 from tests.attention.kind_checks import (
     MODEL,

@@ -51,8 +51,8 @@ class MuonConfig(Section):
     qk_clip: float | None = Field(
         None,
         gt=0,
-        description="QK-clip of MuonClip: heads whose attention logits exceed it get smaller query and key projections "
-        "after the update; Kimi K2 had 100; null: never",
+        description="QK-clip of MuonClip: heads whose attention logits exceed it get smaller query projections, and "
+        "smaller key projections unless heads share them, after the update; Kimi K2 had 100; null: never",
     )
 
 

@@ -144,6 +144,8 @@ class TemplateSegment(NamedTuple):
     text: str
     weight: float
     """Weight of each token in the loss; 0: none."""
+    ends_answer: bool = False
+    """True if the text ends an answer that carries loss."""
 
     @property
     def in_loss(self) -> bool:
@@ -393,7 +395,7 @@ def _segments(text: str, answers: dict[int, _Answer]) -> list[TemplateSegment]:
         if begin < at:
             raise ValueError(_differs(index))
         segments += [TemplateSegment(text[at:begin], 0), TemplateSegment(text[begin:first], weight)]
-        segments += [TemplateSegment(text[first:last], thought_weight), TemplateSegment(text[last:end], weight)]
+        segments += [TemplateSegment(text[first:last], thought_weight), TemplateSegment(text[last:end], weight, True)]
         at = end
     return [segment for segment in (*segments, TemplateSegment(text[at:], 0)) if segment.text]
 
@@ -406,7 +408,9 @@ def _thought(message: Message, text: str, begin: int, end: int) -> tuple[int, in
     place = text.find(thought, begin, end) if thought and weight != 1 else -1
     if place < 0:
         return begin, begin, 0
-    return place, place + len(thought), weight * message.get("weight", 1)
+    last = place + len(thought)
+    last += len(text[last:end]) - len(text[last:end].lstrip("\r\n"))  # tokenizers join line breaks to what is before
+    return place, last, weight * message.get("weight", 1)
 
 
 def _unusual_order(messages: Sequence[Message]) -> str:

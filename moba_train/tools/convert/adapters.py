@@ -87,7 +87,7 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
     and the adapters, float32.
 
     Raises CheckpointError when the checkpoint has no adapters, a byte of it has changed since it was written, `peft`
-    cannot have what it trained, or `output` is not empty or cannot be written.
+    cannot have what it trained, the base of DoRA is another one, or `output` is not empty or cannot be written.
     """
     options = lora_options(saved.spec)
     reader = MergedReader(saved)
@@ -115,6 +115,11 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
         last = end.replace(CHANGE, "lora_magnitude_vector") or "weight"
         found[f"{PREFIX}{module}.{last}"] = name
     verify_checkpoint(saved.path)
+    if options.use_dora:  # peft's magnitudes have the norms of the base in them
+        for name in theirs:
+            if f"model.{name}" not in reader.tensors:
+                reader.read(f"model.{name}")
+        reader.check()
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

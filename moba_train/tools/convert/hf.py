@@ -252,7 +252,7 @@ def export_to_hf(
     if model_type is not None:
         problems += _attention_problems(family, contents, attention)
     if with_code:
-        problems += code_problems(kinds)
+        problems += code_problems(kinds, stage.rope.by_layer(config.model.layers))
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
     layers = [full_entry(kind) if whole else layer_entry(kind) for kind in kinds]

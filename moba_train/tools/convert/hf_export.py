@@ -13,16 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moba_train.attention.kind import AttentionKind, parameter_count
-from moba_train.attention.registry import KINDS
-from moba_train.config.attention import LayerAttention
-from moba_train.config.explain import explain, given
+from moba_train.config.explain import given
 from moba_train.config.model import LayerRope, ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.build import build_attention
 from moba_train.output_files import write_new
 from moba_train.registry import MODEL_FAMILIES
 from moba_train.resolve.initial_weights import comparable
-from moba_train.tools.hf.config import CONFIG, read_family, read_model_config
+from moba_train.tools.hf.config import CONFIG, parse_layer, read_family, read_model_config
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.files import INDEX, SINGLE
 from moba_train.tools.hf.rope import ROPE_KEYS
@@ -168,21 +166,6 @@ def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:
     if not count or kind.projects(kind.options):
         return ""
     return f"kind {kind.name!r} has {count} parameters in a layer, which ordinary models lack; add --with-code"
-
-
-def parse_layer(entry: dict[str, Any]) -> LayerAttention:
-    """Attention of a layer from its entry by `layer_entry`. Raises CheckpointError for other entries."""
-    try:
-        options = KINDS[entry["kind"]].Options
-        return LayerAttention(
-            entry["kind"], options.model_validate({key: value for key, value in entry.items() if key != "kind"})
-        )
-    except ValidationError as error:
-        raise CheckpointError(f"{CONFIG}: moba.layers: {'; '.join(explain(error, options))}") from None
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{CONFIG}: moba.layers: {given(entry)} is no entry of the kinds {', '.join(KINDS)}"
-        ) from error
 
 
 def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:

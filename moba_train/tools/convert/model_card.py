@@ -140,7 +140,7 @@ def _use(with_code: bool, needs_code: bool) -> Iterator[str]:
 
 
 def _not_tested(with_code: bool) -> Iterator[str]:
-    yield "- Nothing of this model has been tested but what the evaluations above say: no safety, bias or fairness."
+    yield "- Everything that the evaluations above do not say, such as safety, bias and fairness."
     yield "- Sequences longer than those of training."
     yield "- Other element types than those the evaluations ran in, and quantised weights."
     if with_code:

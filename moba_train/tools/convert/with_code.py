@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moba_train.attention.kind import AttentionKind
+from moba_train.config.model import LayerRope
 from moba_train.output_files import write_new
 from moba_train.tools.convert.hf_export import full_entry
 from moba_train.tools.convert.kernel_folder import write_kernels
@@ -49,6 +50,8 @@ LAYERS: dict[str, frozenset[str]] = {
     "kda": frozenset(),
 }
 """Attention kinds of the code, and their options there (`Kind.OPTIONS`)."""
+ROPES = ("none", "abf", "pi", "yarn", "llama3", "nope")
+"""Kinds of rotary embedding of the code."""
 
 
 def code_families(needed: bool) -> tuple[str, ...]:
@@ -57,8 +60,11 @@ def code_families(needed: bool) -> tuple[str, ...]:
     return (_OWN,) if needed else (*_PLAIN, _OWN)
 
 
-def code_problems(kinds: Sequence[AttentionKind]) -> Iterator[str]:
-    """Reasons why the code cannot run a model with these attention kinds."""
+def code_problems(kinds: Sequence[AttentionKind], ropes: Sequence[LayerRope]) -> Iterator[str]:
+    """Reasons why the code cannot run a model whose layers have these attention kinds and rotary embeddings."""
+    for rope in dict.fromkeys(rope.kind for rope in ropes):
+        if rope not in ROPES:
+            yield f"rope {rope!r} is not one of {', '.join(ROPES)}, which the code of --with-code can run"
     for kind in dict.fromkeys(kinds):
         if kind.name not in LAYERS:
             yield f"kind {kind.name!r} is not one of {', '.join(LAYERS)}, which the code of --with-code can run"

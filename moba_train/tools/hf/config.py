@@ -5,6 +5,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from moba_train.attention.registry import KINDS
+from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import explain, given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
@@ -62,7 +64,8 @@ def read_model_config(folder: Path) -> ModelConfig:
         model = ModelConfig.model_validate(family.values(config))
         if model.head_width < 1:
             raise CheckpointError(f"num_attention_heads is {model.heads}, allowed: at most hidden_size")
-        family.attention(config)
+        for layer, entry in enumerate(family.attention(config)):
+            parse_layer(entry or {"kind": "full"}, f"attention of layer {layer}")
         ropes = dict.fromkeys(model.rope.by_layer(model.layers))
         if problems := [text for rope in ropes for text in longrope_problems(rope, model.head_width, "model.rope")]:
             raise CheckpointError("; ".join(problems))
@@ -71,3 +74,17 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: {'; '.join(explain(error, ModelConfig, family.same))}") from None
     except (ArithmeticError, CheckpointError) as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def parse_layer(entry: dict[str, Any], where: str = f"{CONFIG}: moba.layers") -> LayerAttention:
+    """Attention of a layer from its entry, the kind and its options. Raises CheckpointError, which names the place, for
+    other entries."""
+    try:
+        options = KINDS[entry["kind"]].Options
+        return LayerAttention(
+            entry["kind"], options.model_validate({key: value for key, value in entry.items() if key != "kind"})
+        )
+    except ValidationError as error:
+        raise CheckpointError(f"{where}: {'; '.join(explain(error, options))}") from None
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{where}: {given(entry)} is no entry of the kinds {', '.join(KINDS)}") from error

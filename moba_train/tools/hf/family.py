@@ -110,6 +110,8 @@ class Family:
     """Beginnings of the names of tensors that the model is one without."""
     windows: ClassVar[bool] = False
     """True if `layer_types` may name layers with a sliding window."""
+    pattern: ClassVar[tuple[str, ...]] = ("full_attention",)
+    """Types of the first layers, which repeat, where the config has no `layer_types`."""
     needs_code: ClassVar[bool] = False
     """True if transformers has no such model, so that its code must come from elsewhere."""
     asked_for: ClassVar[bool] = False
@@ -157,8 +159,10 @@ class Family:
         return found | {"head_dim": config.get("head_dim"), "rope": read_rope(config)} | self.model
 
     def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """`layer_types` of the config, or what transformers takes for them: here, all tokens before in every layer."""
-        found = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+        """`layer_types` of the config, or what transformers takes for them: here, those of `pattern`."""
+        found = config.get("layer_types") or [
+            self.pattern[layer % len(self.pattern)] for layer in range(config["num_hidden_layers"])
+        ]
         return found if isinstance(found, list) else [found]
 
     def attention(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:

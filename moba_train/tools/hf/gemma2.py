@@ -42,13 +42,8 @@ class Gemma2(Family):
     }
     names = NAMES
     windows = True
+    pattern = ("sliding_attention", "full_attention")
     others = frozenset({"hidden_act", "cache_implementation"})  # transformers goes by hidden_activation
-
-    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """Windows in every other layer, the first one included, unless the config says which."""
-        kinds = ("sliding_attention", "full_attention")
-        found = config.get("layer_types") or [kinds[layer % 2] for layer in range(config["num_hidden_layers"])]
-        return super().layer_types(dict(config) | {"layer_types": found})
 
     def attention(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Capped scores in every layer, if there is a cap."""

@@ -45,6 +45,7 @@ class GptOss(Family):
     model = {"qkv_bias": True, "o_bias": True, "sink_layers": "all"}
     fixed = Family.fixed | {"attention_bias": True, "swiglu_alpha": 1.702}
     windows = True
+    pattern = ("sliding_attention", "full_attention")
     heads_divide_width = False
     # The last two stand in OpenAI's files, and transformers reads neither.
     others = frozenset({"output_router_logits", "experts_per_token", "initial_context_length"})
@@ -69,12 +70,6 @@ class GptOss(Family):
             yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
             found["rope_parameters"] = yarn | {"original_max_position_embeddings": 4096}
         return found
-
-    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """Windows in every other layer, the first one included, unless the config says which."""
-        kinds = ("sliding_attention", "full_attention")
-        found = config.get("layer_types") or [kinds[layer % 2] for layer in range(config["num_hidden_layers"])]
-        return super().layer_types(dict(config) | {"layer_types": found})
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """With `model.moe`. Weights in MXFP4 are no other model."""

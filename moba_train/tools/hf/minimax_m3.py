@@ -11,7 +11,7 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.tools.hf.family import Family
-from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope
+from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
 
 _SPARSE = "minimax_m3_sparse"
 _INDEX = {"index_n_heads": "kv_heads", "index_head_dim": "head_dim"}
@@ -41,7 +41,8 @@ class MiniMaxM3(Family):
     model = {"qk_norm": True, "centered_norms": True, "activation": "clamped"}
     fixed = {
         **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "index_local_blocks": 1},
-        **{"attention_dropout": 0, "quantization_config": None},
+        # The last one is an older form of the keys index_*.
+        **{"attention_dropout": 0, "quantization_config": None, "sparse_attention_config": None},
     }
     heads_divide_width = False
     others = frozenset(
@@ -60,11 +61,8 @@ class MiniMaxM3(Family):
             raise CheckpointError(
                 f"mlp_layer_types is {given(config.get('mlp_layer_types'))}, allowed: dense in all {layers} layers"
             )
-        sections = [section for key in ROPE_SECTIONS if isinstance(section := config.get(key), dict)]
-        parts = [where.get("partial_rotary_factor") for where in (*sections, config)]
-        rope = read_rope(config, next((part for part in parts if part is not None), 1.0))
         plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
-        return super().values(plain) | {"rope": rope}
+        return super().values(plain) | {"rope": read_rope(config, turning_fraction(config))}
 
     def attention(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """`msa` in the sparse layers."""

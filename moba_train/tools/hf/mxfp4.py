@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moba_train.errors import CheckpointError
 from moba_train.tools.hf.files import SafetensorsFolder
 
 _BLOCKS = "_blocks"
@@ -50,8 +51,15 @@ class Mxfp4Folder(SafetensorsFolder):
         """Shape of tensor `name`."""
         if not self._is_packed(name):
             return super().shape(name)
-        *others, rows, scales, _ = self.stored_shape(name + _BLOCKS)
-        return (*others, scales * _COLUMNS, rows)
+        blocks = self.stored_shape(name + _BLOCKS)
+        scales = self.stored_shape(name + _SCALES)
+        if len(scales) < 2 or blocks != (*scales, _COLUMNS // 2):
+            raise CheckpointError(
+                f"{self.folder}: {name + _BLOCKS} has shape {list(blocks)}, {name + _SCALES} {list(scales)}; allowed: "
+                f"[..., columns / {_COLUMNS}] for the second, and {_COLUMNS // 2} more numbers for each of its own"
+            )
+        *others, rows, groups = scales
+        return (*others, groups * _COLUMNS, rows)
 
     def read(self, name: str, part: Sequence[slice] = ()) -> Tensor:
         """The tensor on the CPU, in bfloat16 if it is in MXFP4, or the `part` of it."""

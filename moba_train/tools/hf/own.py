@@ -16,7 +16,7 @@ SHAPE = frozenset(
     }
 )
 """Keys of our `model` that `moba.model` of config.json may have."""
-ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "fraction"})
+ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "fraction"})
 """Keys of our `model.rope` that an entry of `moba.ropes` may have; the code knows no others."""
 
 

@@ -21,7 +21,7 @@ from moba_train.errors import CheckpointError, named_layers
 from moba_train.model.spec import Shapes, kind_of_parameter, kind_prefix, model_spec
 from moba_train.model.transformer import Transformer
 from moba_train.resolve.initial_weights import WeightSource
-from moba_train.tools.hf.config import CONFIG, is_hf_folder, read_family, read_model_config
+from moba_train.tools.hf.config import CONFIG, is_hf_folder, parse_layer, read_family, read_model_config
 from moba_train.tools.hf.family import NUMBER, Family, Fused
 from moba_train.tools.hf.files import SafetensorsFolder
 from moba_train.tools.hf.mxfp4 import open_weights
@@ -200,30 +200,31 @@ def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFo
     """Compare names and shapes of all parameters (ours) with the headers of `files`, and the embedding of a tied model
     with its copy, if `files` has one. Raises CheckpointError when they differ."""
     family, contents = read_family(files.folder)
+    stored = files.names
     wanted: dict[str, tuple[int, ...]] = {}
     for place in places(contents, family, shapes).values():
         wanted |= place.needed
     output = family.name("output.weight")
     embedding = family.name("embedding.weight")
-    problems = [f"{name}: missing" for name in sorted(wanted.keys() - files.names)]
+    problems = [f"{name}: missing" for name in sorted(wanted.keys() - stored)]
     known = {*wanted}
-    if "output.weight" not in shapes and output in files.names:  # tied, with a copy of its embedding
+    if "output.weight" not in shapes and output in stored:  # tied, with a copy of its embedding
         known.add(output)
         # Software differs in which of two different ones it takes: transformers 5 the file's, 4 the embedding.
-        if embedding in files.names and not _equal(files, output, embedding):
+        if embedding in stored and not _equal(files, output, embedding):
             problems.append(
                 f"{output}: differs from {embedding}, although tie_word_embeddings is true in config.json; set it to "
                 f"false to keep both, or remove {output}"
             )
     problems += [
         f"{name}: the model of config.json has no such tensor"
-        for name in sorted(files.names - known)
+        for name in sorted(stored - known)
         if not name.endswith(_DERIVED) and not name.startswith(family.left_aside)
     ]
     problems += [
         f"{name}: has shape {list(files.shape(name))}, the model of config.json has {list(shape)}"
         for name, shape in sorted(wanted.items())
-        if name in files.names and files.shape(name) != shape
+        if name in stored and files.shape(name) != shape
     ]
     if problems:
         shown = problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20)
@@ -261,6 +262,5 @@ def _kinds(model: ModelConfig, folder: Path) -> Mapping[tuple[int, str], Shapes]
     layers = [LayerAttention("full", KINDS["full"].Options())] * model.layers
     for layer, entry in zip(range(model.layers), family.attention(contents), strict=False):
         if model.is_bare(layer):
-            options = KINDS[entry["kind"]].Options.model_validate({k: v for k, v in entry.items() if k != "kind"})
-            layers[layer] = LayerAttention(entry["kind"], options)
+            layers[layer] = parse_layer(entry, f"attention of layer {layer}")
     return model_spec(model, [layers]).kind_shapes

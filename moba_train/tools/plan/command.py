@@ -96,7 +96,7 @@ def print_start_warnings(run: ResolvedRun) -> None:
     except CheckpointError as error:
         print(f"warning: training would refuse this recipe: {error}", flush=True)
         return
-    if run.init_from is not None:
+    if run.init_from is not None and run.setup.spec.adapters is None:
         print(
             f"warning: init_from: {run.init_from} will not be read, because the run continues from its own checkpoint "
             f"{path}; set run_dir to a new folder to begin with these weights",

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 from moba_train.checkpoint.files import in_threads
 from moba_train.checkpoint.manifest import MANIFEST, STEP_FOLDER, FileEntry
+from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.errors import CheckpointError
-from moba_train.output_files import make_folder, new_file, open_to_change, temporary_path
+from moba_train.output_files import make_folder, new_file, open_to_change, temporary_path, write_atomically
 
 SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec"}
 """The package that each scheme needs."""
@@ -124,7 +125,10 @@ class RemoteFolder:
         """Replace a small file."""
         with self._told(name):
             self._make_folder(name)
-            self._store.pipe_file(self._path(name), content)
+            if self.address.startswith("file:"):  # an object store never has a part of a file
+                write_atomically(Path(self._path(name)), content)
+            else:
+                self._store.pipe_file(self._path(name), content)
 
     def put(self, path: Path, name: str) -> None:
         """Copy the file at `path` of this machine."""
@@ -208,7 +212,8 @@ def local_copy(address: str) -> Path:
     """
     remote = RemoteFolder(address)
     if address.startswith("file://"):
-        return Path(address.removeprefix("file://"))
+        path = Path(address.removeprefix("file://"))
+        return latest_checkpoint(path) or path
     files = remote.files()
     name = PurePosixPath(remote.address).name
     if steps := complete_steps(files):

@@ -44,7 +44,7 @@ from moba_train.checkpoint.publish import (
 from moba_train.checkpoint.retention import EVALUATIONS, MARKS, Marks
 from moba_train.config.base import Section
 from moba_train.errors import CheckpointError, UserError
-from moba_train.output_files import write_new
+from moba_train.output_files import temporary_path, write_new
 from moba_train.resolve.run import RunFolders
 from moba_train.tools.storage.remote import (
     THREADS,
@@ -310,7 +310,12 @@ class Upload:
         own = self._folders.checkpoints[0]
         for path in (own / MARKS, own / EVALUATIONS, self._folders.run / METRICS):
             if path.name in files and not path.exists():
-                remote.get(path.name, path)
+                temporary = temporary_path(path)  # a part of it would not be fetched again
+                try:
+                    remote.get(path.name, temporary)
+                    temporary.replace(path)
+                finally:
+                    temporary.unlink(missing_ok=True)
 
     def _fetch_step(self, remote: RemoteFolder, step: int) -> None:
         """Raises CheckpointError when the copy is damaged, OSError when there is no room for it here."""

@@ -20,8 +20,8 @@ from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.build import build_attention
 from moba_train.tools.convert.hf import export_to_hf, imported_recipe
-from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, parse_layer
-from moba_train.tools.hf.config import read_model_config
+from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem
+from moba_train.tools.hf.config import parse_layer, read_model_config
 from moba_train.tools.hf.files import INDEX
 from moba_train.tools.hf.gemma3 import Gemma3
 from moba_train.tools.saved_recipe import open_checkpoint

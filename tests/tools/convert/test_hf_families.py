@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.build import build_attention
-from moba_train.tools.convert.hf import export_to_hf, imported_recipe
-from moba_train.tools.convert.hf_export import hf_config, parse_layer
-from moba_train.tools.hf.config import read_family, read_model_config
+from moba_train.tools.convert.hf import export_to_hf, import_from_hf, imported_recipe
+from moba_train.tools.convert.hf_export import hf_config
+from moba_train.tools.hf.config import parse_layer, read_family, read_model_config
+from moba_train.tools.hf.files import SINGLE
 from moba_train.tools.saved_recipe import open_checkpoint
 from tests.tools.convert.hf_models import (
     FAMILIES,
@@ -65,6 +67,20 @@ def test_import_and_export_give_back_every_bit_and_the_model(exported: tuple[str
         family, config = read_family(folder)
         assert family.attention(config) == ATTENTION.get(name, [{}] * 3)
         assert family.unread(config) == []
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_weights_in_bfloat16_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    make_hf_model(name, tmp_path / "hf")
+    theirs = {key: value.bfloat16() for key, value in tensors(tmp_path / "hf").items()}
+    for path in (tmp_path / "hf").glob("*.safetensors*"):
+        path.unlink()
+    save_file(theirs, tmp_path / "hf" / SINGLE)
+    import_from_hf(tmp_path / "hf", tmp_path / "run")
+    export_to_hf(open_checkpoint(tmp_path / "run"), tmp_path / "out", torch.bfloat16, shard_bytes=2**30)
+    ours = tensors(tmp_path / "out")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key].dtype == torch.bfloat16 and torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 def test_transformers_computes_with_the_export_what_it_did_before(exported: tuple[str, Path, Path]) -> None:
@@ -214,6 +230,13 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
         ),
         ("qwen3_next", {"layer_types": ["linear_attention", "sliding"]}, r"layer_types\[1\] is 'sliding'"),
         ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval is 0"),
+        ("qwen3_next", {"linear_num_key_heads": 5}, "layer 0: heads: values: given 32; allowed: multiples of keys, 5"),
+        ("gpt_oss", {"sliding_window": 0}, "attention of layer 0: window: given 0"),
+        (
+            "minimax_m3_vl_text",
+            {"mlp_layer_types": ["dense"] * 2, "sparse_attention_config": {"sparse_topk_blocks": 8}},
+            "sparse_attention_config is",
+        ),
         ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
         ("mixtral", {"num_local_experts": 1}, "num_local_experts: given 1; allowed: integer >= 2"),
         ("mixtral", {"num_experts_per_tok": 9}, "active: given 9; allowed: at most experts, 8"),

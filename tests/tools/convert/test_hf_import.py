@@ -119,6 +119,9 @@ def test_weights_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) ->
     part = (slice(1, 3), slice(5, 40), slice(2, 9))
     assert torch.equal(files.read("experts", part), want[part])
     assert torch.equal(files.read("bias", [slice(1, 3)]), plain[1:3])
+    save_file({"experts_blocks": blocks[..., :8].contiguous(), "experts_scales": scales}, tmp_path / SINGLE)
+    with pytest.raises(CheckpointError, match=r"experts_blocks has shape \[3, 10, 2, 8\]"):
+        open_weights(tmp_path).shape("experts")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from moba_train.resolve.run import resolve_unchecked
 from moba_train.run.progress import Progress
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.convert.hf_export import hf_config
-from moba_train.tools.convert.with_code import DESCRIPTIONS, LAYERS, code_families, code_problems
+from moba_train.tools.convert.with_code import DESCRIPTIONS, LAYERS, ROPES, code_families, code_problems
 from moba_train.tools.evaluate import load_on_this_machine
 from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 from moba_train.tools.hf.config import read_model_config
@@ -252,16 +252,44 @@ def test_eval_and_generate_read_the_folder(exported: Exported) -> None:
     torch.testing.assert_close(logits(load_on_this_machine(saved), PROMPTS[0]), expected, rtol=0, atol=1e-4)
 
 
-def test_chunks_of_queries_and_gradients(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts are read a chunk of queries at a time, and what is trained elsewhere gets the gradients of ours."""
+def loaded_here(folder: Path) -> Any:
+    """The model of an export in float64, by the package's own copy of the code."""
     from transformers import AutoConfig
 
-    from moba_train.tools.convert.remote_code import attention_moba_train, modeling_moba_train
+    from moba_train.tools.convert.remote_code import modeling_moba_train
+
+    own = json.loads((folder / "config.json").read_text())["model_type"] == "moba_train"
+    config = (modeling_moba_train.MobaConfig if own else AutoConfig).from_pretrained(folder)
+    return modeling_moba_train.MobaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).eval()
+
+
+@pytest.mark.parametrize("exported", AS_TRAINED, indirect=True)
+def test_a_padded_batch_is_read_in_parts(exported: Exported) -> None:
+    """Of the shorter text the first part has padding alone."""
+    theirs = loaded_here(exported.folder)
+    long, short = PROMPTS
+    first = len(long) - len(short)
+    batch = torch.stack([long, torch.cat([short[:1].expand(first), short])])
+    mask = (torch.arange(len(long)) >= torch.tensor([[0], [first]])).long()
+    cache = None
+    outs = []
+    with torch.no_grad():
+        for part in torch.arange(len(long)).split([first - 7, 30, len(long) - first - 23]):
+            upto = int(part[-1]) + 1
+            out = theirs(batch[:, part], attention_mask=mask[:, :upto], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            outs.append(out.logits)
+    found = torch.cat(outs, 1)
+    torch.testing.assert_close(found[0], logits(exported.model, long), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[1, first:], logits(exported.model, short), rtol=0, atol=1e-10)
+
+
+def test_chunks_of_queries_and_gradients(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts are read a chunk of queries at a time, and what is trained elsewhere gets the gradients of ours."""
+    from moba_train.tools.convert.remote_code import attention_moba_train
 
     monkeypatch.setattr(attention_moba_train, "_SCORES", 6000)
-    plain = exported.answers["ordinary"].endswith("ForCausalLM")
-    config = (AutoConfig if plain else modeling_moba_train.MobaConfig).from_pretrained(exported.folder)
-    theirs = modeling_moba_train.MobaForCausalLM.from_pretrained(exported.folder, config=config, dtype=torch.float64)
+    theirs = loaded_here(exported.folder)
     tokens = PROMPTS[0]
     found = theirs(tokens[None]).logits[0]
     expected = exported.model(tokens, torch.arange(len(tokens)), packed_layout([len(tokens)]))
@@ -342,6 +370,7 @@ def test_the_lists_of_the_exporter_are_those_of_the_code() -> None:
 
     assert {name: kind.OPTIONS for name, kind in modeling_moba_train.KINDS.items()} == LAYERS
     assert (modeling_moba_train.ROPE, {*attention_moba_train.SHAPE}) == (ROPE, SHAPE)
+    assert modeling_moba_train.ROPES == ROPES
     for name, options in LAYERS.items():
         fields = KINDS[name].Options.model_fields
         assert options <= fields.keys()
@@ -350,7 +379,7 @@ def test_the_lists_of_the_exporter_are_those_of_the_code() -> None:
 
 def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYERS, "window", frozenset({"window"}))
-    (problem,) = code_problems([WindowKind(WindowKind.Options(window=8, sinks=2), 8)])
+    (problem,) = code_problems([WindowKind(WindowKind.Options(window=8, sinks=2), 8)], [])
     assert problem.startswith("option 'sinks' of kind 'window' is unknown")
     save_run(tmp_path, "qwen2", [{"kind": "moba_v05", "block_size": 16, "topk": 3}])
     saved = open_checkpoint(tmp_path / "run")
@@ -362,6 +391,28 @@ def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path, monkey
     moe = ModelConfig.model_validate(model.model_dump() | {"moe": {"experts": 4, "active": 2, "intermediate_size": 16}})
     with pytest.raises(CheckpointError, match=r"model\.moe\.active.*: no Hugging Face architecture has"):
         hf_config(moe, moe.rope, 256, "float32", families=code_families(False))
+
+
+@pytest.mark.parametrize("residual_scale", [1.0, 0.5])
+def test_yarn_that_does_not_round_is_computed_as_trained(tmp_path: Path, residual_scale: float) -> None:
+    """In an ordinary model, and in one that only the code can run."""
+    shape = SIZES | {"rope": YARN | {"truncate": False}, "residual_scale": residual_scale}
+    save_model(tmp_path, shape, [{"kind": "full"}] * 3)
+    saved = open_checkpoint(tmp_path / "run")
+    export_to_hf(saved, tmp_path / "out", torch.float32, 2**30, with_code=True)
+    with torch.no_grad():
+        found = loaded_here(tmp_path / "out")(PROMPTS[0][None]).logits[0]
+    expected = logits(load_trained(saved, torch.device("cpu"), torch.float64), PROMPTS[0])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_longrope_is_refused_by_name(tmp_path: Path) -> None:
+    factors = {"short_factors": [1.0] * 4, "long_factors": [2.0] * 4}
+    rope = {"kind": "longrope", "factor": 4.0, "original_seq_len": 64, **factors}
+    save_model(tmp_path, SIZES | {"rope": rope}, [{"kind": "full"}] * 3)
+    with pytest.raises(CheckpointError, match="rope 'longrope' is not one of none, abf, pi, yarn, llama3, nope"):
+        export_to_hf(open_checkpoint(tmp_path / "run"), tmp_path / "out", torch.float32, 2**30, with_code=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_code_there_is_a_card_and_no_code(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import pytest
 from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.retention import Marks
 from moba_train.errors import UserError
+from moba_train.foreign_files import local_path
 from moba_train.resolve.run import RunFolders
 from moba_train.tools.storage import upload
 from moba_train.tools.storage.remote import RemoteFolder, StorageError, complete_steps
-from moba_train.tools.storage.upload import Upload, UploadOptions
+from moba_train.tools.storage.upload import METRICS, Upload, UploadOptions
 from tests.checkpoint.test_publish import publish_step, steps
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.tools.storage.server import BUCKET, Line
@@ -321,6 +322,56 @@ def test_another_run_is_refused(tmp_path: Path, line: Line) -> None:
     assert json.loads(RemoteFolder(address).read(upload.RUN, 1000) or b"") == {"run_id": "one"}
 
 
+def test_a_kill_leaves_no_part_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing could be uploaded to an address without a sound `run.json`."""
+    store = RemoteFolder(f"file://{tmp_path}/store")
+    store.write(upload.RUN, b"old")
+
+    def killed(_descriptor: int) -> None:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", killed)
+        with pytest.raises(StorageError, match="killed"):
+            store.write(upload.RUN, b"new")
+    assert store.read(upload.RUN, 100) == b"old"
+
+
+def test_a_fetch_that_breaks_off_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be taken for the whole of it by the next start."""
+    address = f"file://{tmp_path}/store"
+    uploads = start(tmp_path / "run", address)
+    (tmp_path / "run" / METRICS).write_text("all records")
+    uploads.copy(save(tmp_path / "run", 100))
+    wait(uploads)
+
+    def torn(_folder: RemoteFolder, _name: str, path: Path) -> None:
+        path.write_text("half of")
+        raise StorageError("torn")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFolder, "get", torn)
+        with pytest.raises(StorageError, match="torn"):
+            start(tmp_path / "new", address)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["checkpoints"]
+    start(tmp_path / "new", address)
+    assert (tmp_path / "new" / METRICS).read_text() == "all records"
+
+
+def test_what_is_fetched_is_not_taken_for_what_a_kill_has_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    leftover = run.run_dir / "checkpoints" / ".tmp-step_00000004-01234567"
+    leftover.mkdir(parents=True)
+    run.recipe["checkpoint"]["upload"] = f"file://{run.folder}/store"
+    opened = Upload.open
+
+    def fetching(options: UploadOptions, of_run: RunFolders) -> Upload:
+        assert not leftover.exists(), "is removed before a fetch begins"
+        return opened(options, of_run)
+
+    monkeypatch.setattr(Upload, "open", fetching)
+    assert run.train_here("--stop-at-step", "1") == 0
+
+
 def test_a_folder_is_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "PAUSES_S", ())
     address = f"file://{tmp_path}/store"
@@ -329,6 +380,7 @@ def test_a_folder_is_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [good for _, good in wait(uploads)] == [True]
     start(tmp_path / "new", address)
     verify_checkpoint(tmp_path / "new" / "checkpoints" / "step_00000100")
+    assert local_path(address) == tmp_path / "store" / "step_00000100", "the newest copy"
     os.truncate(tmp_path / "store" / "step_00000100" / "manifest.json", 10)  # where a copy is no single step
     uploads.copy(tmp_path / "run" / "checkpoints" / "step_00000100")
     wait(uploads)

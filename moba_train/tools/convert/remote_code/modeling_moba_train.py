@@ -34,8 +34,10 @@ from .nsa_moba_train import KINDS as NSA
 from .selectors_moba_train import KINDS as SELECTORS
 
 KINDS: dict[str, type[Kind]] = {"full": Kind, "window": Window, "moba": Moba, **SELECTORS, **NSA, **LINEAR}
-ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "fraction"})
+ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "fraction"})
 """Keys of a rotary embedding."""
+ROPES = ("none", "abf", "pi", "yarn", "llama3", "nope")
+"""Its kinds."""
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The output's name of the cache, which transformers has changed."""
 
@@ -47,7 +49,7 @@ class MobaConfig(PretrainedConfig):
 
 
 def texts_by_padding(attention_mask: Tensor | None, batch: int, tokens: int) -> Texts:
-    """The texts of a batch. Padding behind a text changes nothing before it and is not looked at.
+    """The texts of a batch. Padding behind a text changes nothing before it, except in `seer`, and is not looked at.
 
     Raises ValueError for a mask of another shape than [B, S], and for padding inside of a text.
     """
@@ -57,7 +59,7 @@ def texts_by_padding(attention_mask: Tensor | None, batch: int, tokens: int) -> 
         shape = getattr(attention_mask, "shape", type(attention_mask).__name__)
         raise ValueError(f"attention_mask: {shape} given, [batch, all tokens] = [{batch}, {tokens}] needed")
     mask = attention_mask.bool()
-    firsts = (mask.cumsum(1) == 0).sum(1) % tokens  # 0 for a text that is all padding
+    firsts = (mask.cumsum(1) == 0).sum(1)  # `tokens` for a text that is all padding, so far
     if ((mask[:, 1:] & ~mask[:, :-1]).sum(1) > (firsts > 0)).any():
         raise ValueError("attention_mask: has padding between tokens; pad prompts on the left")
     found: dict[int, list[int]] = {}
@@ -99,14 +101,15 @@ def rope_of(config: Any, layer: int) -> dict[str, Any]:
         "original_seq_len": rope.get("original_max_position_embeddings"),
         "beta_fast": rope.get(names[0]) or 32,
         "beta_slow": rope.get(names[1]) or 1,
+        "truncate": rope.get("truncate", True),
     }
 
 
 def rope_frequencies(rope: dict[str, Any], width: int, device: torch.device) -> tuple[Tensor, float]:
     """Angles per position, float64 [c / 2] of the first c dimensions, which turn, and the factor on cos and sin."""
     kind = rope["kind"]
-    if kind not in ("none", "abf", "pi", "yarn", "llama3", "nope"):
-        raise ValueError(f"rope: {kind!r} given, allowed: none, abf, pi, yarn, llama3, nope")
+    if kind not in ROPES:
+        raise ValueError(f"rope: {kind!r} given, allowed: {', '.join(ROPES)}")
     factor = rope["factor"]
     width = int(width * rope.get("fraction", 1.0))
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
@@ -126,8 +129,9 @@ def rope_frequencies(rope: dict[str, Any], width: int, device: torch.device) -> 
         def index(turns: float) -> float:
             return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope["theta"]))
 
-        first = max(math.floor(index(fast)), 0)
-        last = min(math.ceil(index(slow)), width - 1)
+        whole = rope.get("truncate", True)
+        first = max(math.floor(index(fast)) if whole else index(fast), 0)
+        last = min(math.ceil(index(slow)) if whole else index(slow), width - 1)
         indices = torch.arange(width // 2, dtype=torch.float64, device=device)
         ramp = ((indices - first) / max(last - first, 1e-3)).clamp(0, 1)
         scale = 0.1 * math.log(factor) + 1
