@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,25 +81,29 @@ class Step:
 
 
 def steps(request: Request, source: Source, output: Path, evaluation: dict[str, Any]) -> Iterator[Step]:
-    """All steps in order. evaluation: the section of that name in evaluation.yaml."""
+    """All steps in order. evaluation: the section of that name in evaluation.yaml. Raises UserError when it lacks an
+    evaluation."""
+    for name in ("position_wise", "needle", "ruler", "oracle", "full_layers"):
+        if not isinstance(given := evaluation.get(name), dict):
+            raise UserError(f"{recipes.EVALUATION}: evaluation.{name}: given {given}; allowed: its section")
     folder = output / "recipes"
     model = Path(request.model)
-    stage = source.stage
+    read = source
     if recipes.EXTEND in recipes.recipes(request, source, output):
         model = output / "runs" / "extend"
-        stage = 0
+        read = replace(source, stage=0)
         yield Step("extend", ["train", str(folder / recipes.EXTEND)], model)
     size, topk = recipes.topk_of(request)
     data = [word for path in request.validation for word in ("--data", path)]
     common = [*data, "--seq-len", str(request.length), "--attention", "own"]
-    full = _with_attention(stage, {"default": "full"})
+    full = _with_attention(read, {"default": "full"})
     words = [*common, *full, *recipes.sections(evaluation, ["oracle"])]
     yield _evaluation("oracle", model, output / "oracle", ["oracle"], words)
     # A scorer that has learnt nothing would choose the layers by chance: the ideal selection stands for it.
     choosing = "oracle" if recipes.warms_up(request.kind) else request.kind
     selection = {"block_size": size, "topk": topk, "select": "group", "always": recipes.forced(topk)}
     options = {key: value for key, value in selection.items() if key in ATTENTION_KINDS[choosing].Options.model_fields}
-    sparse = _with_attention(stage, {"default": choosing, choosing: options})
+    sparse = _with_attention(read, {"default": choosing, choosing: options})
     words = [*common, *sparse, *recipes.sections(evaluation, ["full_layers"])]
     yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words)
     arms = recipes.arms(request)
@@ -116,10 +120,10 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
     yield Step("export", ["convert", "moba-to-hf", str(run), str(model), "--with-code"], model / "config.json")
 
 
-def _with_attention(stage: int, section: dict[str, Any]) -> list[str]:
+def _with_attention(source: Source, section: dict[str, Any]) -> list[str]:
     """Words that give all layers but those with a window this attention, whatever the recipe and its stage say."""
-    values = {**section, "full_layers": "none"}
-    keys = ("attention", f"stages.{stage}.attention")
+    values = {**section, "full_layers": "none", "overrides": source.attention.get("overrides", {})}
+    keys = ("attention", f"stages.{source.stage}.attention")
     return [f"{key}.{name}={json.dumps(value)}" for key in keys for name, value in values.items()]
 
 

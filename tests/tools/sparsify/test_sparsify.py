@@ -420,3 +420,10 @@ def test_a_model_keeps_its_windows(project: Path) -> None:
     texts = {name: yaml.safe_load(text) for name, text in recipes.recipes(request, windowed, Path("out")).items()}
     assert texts[recipes.BASE]["attention"]["overrides"] == {1: {"kind": "window"}}
     assert texts[recipes.SPARSE]["stages"][0]["distill"]["teacher"] == "full_and_windows"
+    evaluation = texts[recipes.EVALUATION]["evaluation"]
+    oracle, calibrate, *_ = steps.steps(request, windowed, Path("out"), evaluation)
+    for step in (oracle, calibrate):
+        # A recipe of Hugging Face's may have windows by default and full layers as overrides.
+        assert 'attention.overrides={"1": {"kind": "window"}}' in step.words
+    with pytest.raises(UserError, match="evaluation.oracle: given None; allowed: its section"):
+        next(steps.steps(request, windowed, Path("out"), evaluation | {"oracle": None}))
