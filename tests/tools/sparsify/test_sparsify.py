@@ -425,5 +425,5 @@ def test_a_model_keeps_its_windows(project: Path) -> None:
     for step in (oracle, calibrate):
         # A recipe of Hugging Face's may have windows by default and full layers as overrides.
         assert 'attention.overrides={"1": {"kind": "window"}}' in step.words
-    with pytest.raises(UserError, match="evaluation.oracle: given None; allowed: its section"):
+    with pytest.raises(UserError, match=r"evaluation\.oracle: given None; allowed: its section"):
         next(steps.steps(request, windowed, Path("out"), evaluation | {"oracle": None}))
