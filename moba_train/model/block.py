@@ -6,6 +6,7 @@ rows of this rank and D is the head width.
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,6 @@ from torch import Tensor, nn
 from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kind import AttentionKind, LayerInput, SublayerInput, TwoSublayers
 from moba_train.attention.layout import Layout
-from moba_train.attention.protocol import LocalAttention
-from moba_train.attention.shard import Shard
 from moba_train.config.model import LayerRope, ModelConfig
 from moba_train.model.feed_forward import RegisteredFeedForward, build_feed_forward
 from moba_train.model.rope import apply_rope, rope_cos_sin
@@ -29,15 +28,13 @@ class NotingEngine(Engine):
         self._largest_H = largest_H
         self.observers = engine.observers
 
-    def __call__(
-        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout, *sink: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, *given: Any) -> tuple[Tensor, Tensor]:
         """Results of the other engine."""
-        out_LHD, lse_HL = self._engine(q_LHD, k_LKD, v_LKD, attention, layout, *sink)
+        out_LHD, lse_HL = self._engine(*given)
         self._largest_H.copy_(torch.maximum(self._largest_H, lse_HL.detach().amax(1)))
         return out_LHD, lse_HL
 
-    def shard(self, layout: Layout) -> Shard:
+    def shard(self, layout: Layout) -> Any:
         """As of the other engine, whose calls are not noted."""
         return self._engine.shard(layout)
 
