@@ -84,6 +84,8 @@ def main() -> None:
         for name, overrides in arms.items():
             print(f"{name}: {' '.join(overrides)}")
         return
+    if unknown := {*(given.only or ())} - {*arms}:
+        parser.error(f"--only: given {', '.join(sorted(unknown))}; allowed: {', '.join(arms)}")
     run(given.folder, given.only or list(arms), given.seeds, given.output)
 
 

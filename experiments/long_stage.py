@@ -81,7 +81,7 @@ class Setting(NamedTuple):
     """The arm whose weights it begins with; None: it trains the short stage itself."""
     is_moba: bool = False
     joined: bool = False
-    """Whether the long stage attends across documents."""
+    """True if the long stage attends across documents."""
 
 
 SETTINGS: dict[str, Setting] = {

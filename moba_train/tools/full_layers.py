@@ -141,7 +141,7 @@ class FullLayers(Evaluation[FullLayersConfig]):
             for layer in open_layers
         }
         found = self._measured(context, {**ends, **alone})
-        groups = self._reach(context, sparse)
+        groups = self._reach(context, sparse, ends["full"])
         seen = replace(context, attentions={"sparse": ends["sparse"]})
         selected = {one["layer"]: 1 - one["mass_recall"] for one in self._probe.run(seen).data["layers"]}
         rows = [
@@ -253,10 +253,10 @@ class FullLayers(Evaluation[FullLayersConfig]):
         options = sparse.options.model_dump()
         return Budget(options.get("block_size", max(1, self._samples.seq_len // 64)), options.get("topk", 16))
 
-    def _reach(self, context: EvaluationContext, sparse: LayerAttention) -> list[list[dict[str, float]]]:
-        """Means over the heads of each group, by layer, with full attention: probability outside the best blocks of the
-        kind's budget, outside a window of as many keys, and, at needles' answers, the most that a head gives the token
-        to copy."""
+    def _reach(self, context: EvaluationContext, sparse: LayerAttention, full: Layers) -> list[list[dict[str, float]]]:
+        """Means over the heads of each group, by layer, with the attention `full`: probability outside the best blocks
+        of the kind's budget, outside a window of as many keys, and, at needles' answers, the most that a head gives the
+        token to copy."""
         config = context.model.config
         seq_len = self._samples.seq_len
         budget = self._budget(sparse)
@@ -268,8 +268,8 @@ class FullLayers(Evaluation[FullLayersConfig]):
             Look(answers.sample(index), [place - 1 for place in one.places], one.sources)
             for index, one in enumerate(self._questions)
         ]
-        outside, window, _ = head_reach(context, texts, budget).swapaxes(0, 1)
-        copied = head_reach(context, asked, budget)[:, 2]
+        outside, window, _ = head_reach(context, full, texts, budget).swapaxes(0, 1)
+        copied = head_reach(context, full, asked, budget)[:, 2]
         shape = (config.layers, config.kv_heads, -1)
         by_group = [outside.reshape(shape).mean(-1), window.reshape(shape).mean(-1), copied.reshape(shape).max(-1)]
         names = ("outside", "outside_window", "copy")

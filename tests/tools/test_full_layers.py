@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from moba_train.attention.full import FullAttention
+from moba_train.config.attention import LayerAttention
 from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError
 from moba_train.evals.evaluation import EvaluationResult
@@ -83,7 +85,8 @@ def test_heads_that_see_all_tokens_alike_give_each_its_share(texts: Path) -> Non
     evaluation = built(FullLayers, config)
     (question,) = evaluation._questions
     here = context(config, model)
-    groups = [group for layer in evaluation._reach(here, here.attentions["moba"][0]) for group in layer]
+    full = (LayerAttention("full", FullAttention.Options()),) * 3
+    groups = [group for layer in evaluation._reach(here, here.attentions["moba"][0], full) for group in layer]
     assert len(groups) == 3 * 2
     for group in groups:
         share = sum(1 / place for place in question.places) / len(question.places)
@@ -121,6 +124,20 @@ def test_layers_that_look_least_far_get_a_window_where_it_is_asked_for(texts: Pa
     assert windows["trailing"] != data["losses"]["chosen"]
     kept = {"attention": config.attention.model_dump(mode="json") | fragment}
     check(RunConfig.model_validate(config.model_dump(mode="json") | kept))
+
+
+def test_heads_are_measured_behind_the_windows_that_the_model_keeps(texts: Path) -> None:
+    by_window = []
+    for window in (1, LENGTH):
+        plain = asking(texts).model_dump(mode="json")
+        attention = plain["attention"] | {"overrides": {0: {"kind": "window", "window": window}}}
+        config = RunConfig.model_validate(plain | {"attention": attention})
+        model = Transformer(config.model)
+        initialize_weights(model, 0)
+        by_window.append(built(FullLayers, config).run(context(config, model)).data["layers"])
+    narrow, wide = ([row["groups"] for row in rows] for rows in by_window)
+    assert len(narrow) == 2
+    assert narrow != wide
 
 
 def test_needles_decide_where_they_are_asked_for(texts: Path) -> None:

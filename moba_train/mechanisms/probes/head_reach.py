@@ -19,13 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moba_train.attention.engine import LOCAL_ENGINE
-from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.observer import AttentionCall, Observer
-from moba_train.config.attention import LayerAttention
 from moba_train.data.batch import collate
 from moba_train.data.samples import Sample
-from moba_train.evals.evaluation import EvaluationContext
+from moba_train.evals.evaluation import EvaluationContext, Layers
 from moba_train.mechanisms.probes.probing import gathered
 from moba_train.model.build import observed_layers
 from moba_train.parallel.data_shard import DataShard
@@ -51,18 +49,20 @@ class Look(NamedTuple):
 
 
 @torch.no_grad()
-def head_reach(context: EvaluationContext, looks: Sequence[Look], budget: Budget) -> npt.NDArray[np.float64]:
+def head_reach(
+    context: EvaluationContext, attention: Layers, looks: Sequence[Look], budget: Budget
+) -> npt.NDArray[np.float64]:
     """Means over the queries, [layers, 3, H]: probability outside the best blocks, which the heads of a group select
     together; outside the first block and a window of as many keys as the other blocks hold; of the token to find.
 
-    Called on all ranks together; leaves the model with the stage's attention.
+    `attention`: of every layer meanwhile, full in those that are measured. Called on all ranks together; leaves the
+    model with the stage's attention.
     """
     shard = context.data_shard
     config = context.model.config
     scale = config.attention_scale or config.head_width**-0.5
     probes = [_LayerReach(shard, config.heads, scale, budget) for _ in range(config.layers)]
-    full = tuple(LayerAttention("full", FullAttention.Options()) for _ in probes)
-    for _ in replace(context, attentions={"full": full}).each_attention():
+    for _ in replace(context, attentions={"full": attention}).each_attention():
         for first in range(0, len(looks), shard.dp_size):
             context.between_batches()
             index = first + shard.dp_rank

@@ -40,7 +40,7 @@ def sparsify(
         int | None, typer.Option(parser=parse_length, metavar="TOKENS", help="default: the kind's; 64 for moba")
     ] = None,
     full_layers: Annotated[
-        int | None, typer.Option(min=1, help="layers that stay full; default: 3, at most a quarter of all")
+        int | None, typer.Option(min=1, help="layers that stay full; default: 3, at most a quarter")
     ] = None,
     lr: Annotated[float, typer.Option(min=0.0, help="peak learning rate; the scorer's warm-up has another one")] = 1e-4,
     rope_theta: Annotated[
@@ -74,7 +74,7 @@ def sparsify(
     from moba_train.tools.sparsify import page, recipes, steps
 
     check_output_folder(output)
-    request = recipes.Request(
+    request = recipes.Request.checked(
         model=str(model),
         data=data,
         validation=validation,
@@ -90,6 +90,7 @@ def sparsify(
         equal_seconds=equal_seconds,
         lr=lr,
         rope_theta=rope_theta,
+        gpus=gpus,
         overrides=overrides or [],
     )
     source = recipes.Source.read(model)
@@ -97,11 +98,13 @@ def sparsify(
         from moba_train.tools.sparsify.dry_run import print_plan
 
         with tempfile.TemporaryDirectory() as folder:
-            print_plan(request, source, output, Path(folder), gpus, typer.echo)
+            print_plan(request, source, output, Path(folder), typer.echo)
         return
     texts = recipes.recipes(request, source, output)
-    todo = [*steps.steps(request, source, output, steps.begin(request, texts, output))]
+    evaluation = steps.begin(request, texts, output)
+    todo = [*steps.steps(request, source, output, evaluation)]
     steps.check(todo, gpus)
+    steps.check_evaluations(output / "recipes" / recipes.SPARSE, evaluation)
     run = steps.run_here if gpus == 1 else lambda words: steps.run_command(words, gpus)
     steps.run_steps(todo, texts, output, run, typer.echo)
     typer.echo(f"report: {page.write_page(request, output, todo)}")

@@ -13,20 +13,20 @@ from moba_train.resolve.recipe import resolve
 from moba_train.tools.plan.named_gpus import peak_or_default
 from moba_train.tools.sparsify import recipes
 from moba_train.tools.sparsify.recipes import Request, Source
-from moba_train.tools.sparsify.steps import steps
+from moba_train.tools.sparsify.steps import check_evaluations, steps
 
 MFU = 0.4
 """Share of the GPU's peak, as `moba-train plan` takes it."""
 
 
-def print_plan(
-    request: Request, source: Source, output: Path, scratch: Path, gpus: int, say: Callable[[str], object]
-) -> None:
-    """Print everything. scratch: an empty folder. Raises UserError for a recipe that cannot be trained."""
+def print_plan(request: Request, source: Source, output: Path, scratch: Path, say: Callable[[str], object]) -> None:
+    """Print everything. scratch: an empty folder. Raises UserError for a recipe that cannot be trained, and for
+    evaluations that cannot be made."""
     texts = recipes.recipes(request, source, output)
     for name, text in texts.items():
         write_new(scratch / name, text)
     evaluation = parse_yaml(texts[recipes.EVALUATION], recipes.EVALUATION)["evaluation"]
+    check_evaluations(scratch / recipes.SPARSE, evaluation)
     say(recipes.told(request))
     for name, text in texts.items():
         say(f"\n--- {output / 'recipes' / name}\n{text.rstrip()}")
@@ -36,10 +36,10 @@ def print_plan(
         line = f"{number}. {step.name}: {step.command}"
         if step.trains:
             config = load_config(scratch / Path(step.words[1]).name, step.words[2:])
-            run = resolve(config, WorldSize(gpus, gpus), None, check_files=False)
+            run = resolve(config, WorldSize(request.gpus, request.gpus), None, check_files=False)
             made = make_plan(run, peak_or_default(gpu), MFU)
             each = ", ".join(f"{one.stage.name} {format_duration(one.seconds)}" for one in made.stages)
             line += f"\n   planned: {format_duration(made.seconds)} ({each})"
         say(line)
     on = gpu.name if gpu is not None else "an H100, as this machine has no GPU"
-    say(f"Planned for {gpus} of {on}, at {MFU:.0%} of its peak; evaluations are not planned.")
+    say(f"Planned for {request.gpus} of {on}, at {MFU:.0%} of its peak; evaluations are not planned.")

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from moba_train.config.attention import resolve_layers
 from moba_train.config.base import Length, Section, TokenBudget, format_count
+from moba_train.config.explain import explain
 from moba_train.config.load import apply_overrides
 from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError, UserError
@@ -40,6 +41,8 @@ _FEWEST_STEPS = 64
 """Steps of a run at least, with smaller batches if there are few tokens."""
 _WARMUP_LR = 1e-3
 """Learning rate of a scorer that learns alone, as in configs/recipes/distill-msa.yaml."""
+_BUCKETS = 16
+"""Parts of a sequence whose losses are measured apart."""
 _BASE_POWER = 5 / 3
 """RoPE's base grows by this power of the length: ten times for four times the length, as in smollm2-32k.yaml."""
 
@@ -62,7 +65,16 @@ class Request(Section):
     equal_seconds: bool = False
     lr: float = Field(1e-4, gt=0)
     rope_theta: float | None = None
+    gpus: int = Field(1, ge=1)
     overrides: list[str] = []
+
+    @classmethod
+    def checked(cls, **options: Any) -> "Request":
+        """The request with these options. Raises ConfigError for values that are not allowed."""
+        try:
+            return cls(**options)
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls, {key: f"--{key.replace('_', '-')}" for key in options})) from None
 
 
 @dataclass(frozen=True)
@@ -132,7 +144,10 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     first = str(output / "runs" / "extend") if rope else request.model
     extension = request.tokens // 3 if rope else 0
     rest = request.tokens - extension
-    batch = request.length * max(1, min(_BATCH, request.tokens // _FEWEST_STEPS) // request.length)
+    if request.length % _BUCKETS:
+        raise UserError(f"--length: given {request.length}; allowed: a multiple of {_BUCKETS}")
+    smallest = request.length * request.gpus
+    batch = smallest * max(1, min(_BATCH, request.tokens // _FEWEST_STEPS) // smallest)
     # Whole steps of the other stages, so that both arms have as many tokens.
     warmup = batch * max(1, rest // 5 // batch) if warms_up(request.kind) else 0
     if rest - warmup < batch:
@@ -151,7 +166,7 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
         learns = {
             "attention": {request.kind: {"mode": "warmup"}},
             "trainable": [f"*.attention.{request.kind}.*"],
-            "batch_tokens": request.length,
+            "batch_tokens": smallest,
         }
         sparse_stages.insert(0, stage("warmup", warmup, **learns | {"lr": _WARMUP_LR}))
     contents = {
@@ -164,7 +179,7 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
             "init_from": request.model,
             "stages": [stage("extend", extension, rope=rope)],
         },
-        CALIBRATED: {"attention": {"full_layers": f"last:{full_count(request, source.model)}"}},
+        CALIBRATED: {"attention": {"full_layers": f"last:{full_count(request, source)}"}},
         SPARSE: {
             "extends": [BASE, CALIBRATED],
             "name": "sparse",
@@ -185,6 +200,8 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     contents = yaml.safe_load(_dumped(contents))  # no two parts are one object
     problems = []
     for override in request.overrides:
+        if override.partition("=")[0] in _SET_HERE:
+            problems.append(f"override {override!r}: {_SET_HERE[override.partition('=')[0]]}")
         name = next((name for start, name in _OVERRIDDEN.items() if override.startswith(start)), BASE)
         problems += apply_overrides(contents[name], [override])
     if problems:
@@ -197,6 +214,14 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
 
 
 _OVERRIDDEN = {"attention.": SPARSE, "stages.": SPARSE, "evaluation.": EVALUATION}
+_SET_HERE = {
+    "name": "this command names its runs",
+    "run_dir": "runs lie in --output",
+    "init_from": "runs begin with MODEL",
+    "seed": "runs have the seeds 1 to --seeds",
+    "optim.lr": "give --lr",
+}
+"""Keys that every run's own recipe or command sets, so that another value would change nothing."""
 _COMMENTS = {
     BASE: "Shared by all runs here: model and data. Made by `moba-train sparsify`; edit it as you like.",
     EVALUATION: "Sections of the evaluations that `moba-train eval` is called with; no recipe of its own.",
@@ -235,11 +260,15 @@ def arms(request: Request) -> list[str]:
     return [*(["full"] if request.baseline else []), "sparse", *(["equal-seconds"] if request.equal_seconds else [])]
 
 
-def full_count(request: Request, model: ModelConfig) -> int:
-    """Layers that stay full: three, and no more than a quarter of the layers if there are eight or more."""
-    count = request.full_layers or max(1, min(3, model.layers // 4))
-    if count >= model.layers:
-        raise UserError(f"--full-layers: given {count}; allowed: fewer than the model's {model.layers} layers")
+def full_count(request: Request, source: Source) -> int:
+    """Layers that stay full, of those without a window: three, and no more than a quarter if there are eight or more.
+    Raises UserError when none would be sparse."""
+    layers = source.model.layers - len(source.attention.get("overrides", {}))
+    count = request.full_layers or max(1, min(3, layers // 4))
+    if count >= layers:
+        raise UserError(
+            f"--full-layers: given {count}; allowed: fewer than the model's {layers} layers without a window"
+        )
     return count
 
 
@@ -249,9 +278,12 @@ def _rope(request: Request, source: Source) -> dict[str, Any]:
         return {}
     rope = source.model.rope
     if rope.kind not in ("none", "abf"):
+        option = f"--length: given {request.length}"
+        if request.length <= source.length:
+            option = f"--rope-theta: given {request.rope_theta}"
         raise UserError(
-            f"--length: given {request.length}, and the model was trained on {source.length} tokens with a rotary "
-            f"embedding of kind {rope.kind}; allowed: at most these, or extend it first (docs/how-to/stages.md)"
+            f"{option}, and the model was trained on {source.length} tokens with a rotary embedding of kind "
+            f"{rope.kind}; allowed: at most these, without --rope-theta, or extend it first (docs/how-to/stages.md)"
         )
     theta = request.rope_theta or float(f"{rope.theta * (request.length / source.length) ** _BASE_POWER:.2g}")
     return {"kind": "abf", "theta": theta}
@@ -287,13 +319,13 @@ def _evaluation(request: Request, source: Source, size: int, topk: int) -> dict[
     asked = {"lengths": sorted({length // 2, length}), "samples": 4}
     few = asked | {"samples": 1, "depths": [10, 50, 90]}  # the ideal selection takes seconds a sequence
     probe = few | {"lengths": [length], "by": "needle"} | ({"switch": ["sparse"]} if warms_up(request.kind) else {})
-    bucket = length // 16
+    bucket = length // _BUCKETS
     return {
         "position_wise": {"bucket": bucket, "sequences": 8},
         "needle": asked,
         "ruler": asked,
         "oracle": {"budgets": budgets, "bucket": bucket, "sequences": 4, "questions": ["needle"], **few},
-        "full_layers": {"count": full_count(request, source.model), "bucket": bucket, "sequences": 2, **probe},
+        "full_layers": {"count": full_count(request, source), "bucket": bucket, "sequences": 2, **probe},
     }
 
 

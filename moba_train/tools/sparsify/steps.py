@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import newest_first, saved_step
 from moba_train.config.load import load_config, parse_yaml
 from moba_train.config.mesh import WorldSize
-from moba_train.errors import CheckpointError, UserError
+from moba_train.errors import CheckpointError, ConfigError, UserError
 from moba_train.output_files import write_atomically
 from moba_train.registry import ATTENTION_KINDS
+from moba_train.resolve.evaluations import evaluation_problems
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.telemetry.jsonl import read_records
+from moba_train.tools.evaluated_recipe import evaluated_setting
 from moba_train.tools.sparsify import recipes
 from moba_train.tools.sparsify.recipes import Request, Source
 
@@ -36,6 +38,7 @@ SECONDS = "seconds.json"
 """Seconds that each finished step took in the call that finished it."""
 _GROWING = ("seeds", "baseline", "equal_seconds")
 """Options that only add steps: a later call may give others."""
+_DENSE = "evaluation.oracle.dense="
 Runner = Callable[[Sequence[str]], int]
 """Runs `moba-train` with these words; returns its exit status."""
 
@@ -64,7 +67,10 @@ class Step:
     def done(self) -> bool:
         """True if the result is there, and complete."""
         if not self.trains:
-            return self.result.is_file()
+            if not (self.result.is_file() and any(word.startswith(_DENSE) for word in self.words)):
+                return self.result.is_file()
+            # A call with --no-baseline had nothing to compare with.
+            return any(word.startswith(_DENSE) for word in read_json(self.result)["options"]["overrides"])
         if not (newest := newest_first(self.result / "checkpoints")):
             return False
         try:
@@ -75,25 +81,29 @@ class Step:
 
 
 def steps(request: Request, source: Source, output: Path, evaluation: dict[str, Any]) -> Iterator[Step]:
-    """All steps in order. evaluation: the section of that name in evaluation.yaml."""
+    """All steps in order. evaluation: the section of that name in evaluation.yaml. Raises UserError when it lacks an
+    evaluation."""
+    for name in ("position_wise", "needle", "ruler", "oracle", "full_layers"):
+        if not isinstance(given := evaluation.get(name), dict):
+            raise UserError(f"{recipes.EVALUATION}: evaluation.{name}: given {given}; allowed: its section")
     folder = output / "recipes"
     model = Path(request.model)
-    stage = source.stage
+    read = source
     if recipes.EXTEND in recipes.recipes(request, source, output):
         model = output / "runs" / "extend"
-        stage = 0
+        read = replace(source, stage=0)
         yield Step("extend", ["train", str(folder / recipes.EXTEND)], model)
     size, topk = recipes.topk_of(request)
     data = [word for path in request.validation for word in ("--data", path)]
     common = [*data, "--seq-len", str(request.length), "--attention", "own"]
-    full = _with_attention(stage, {"default": "full"})
+    full = _with_attention(read, {"default": "full"})
     words = [*common, *full, *recipes.sections(evaluation, ["oracle"])]
     yield _evaluation("oracle", model, output / "oracle", ["oracle"], words)
     # A scorer that has learnt nothing would choose the layers by chance: the ideal selection stands for it.
     choosing = "oracle" if recipes.warms_up(request.kind) else request.kind
     selection = {"block_size": size, "topk": topk, "select": "group", "always": recipes.forced(topk)}
     options = {key: value for key, value in selection.items() if key in ATTENTION_KINDS[choosing].Options.model_fields}
-    sparse = _with_attention(stage, {"default": choosing, choosing: options})
+    sparse = _with_attention(read, {"default": choosing, choosing: options})
     words = [*common, *sparse, *recipes.sections(evaluation, ["full_layers"])]
     yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words)
     arms = recipes.arms(request)
@@ -110,10 +120,10 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
     yield Step("export", ["convert", "moba-to-hf", str(run), str(model), "--with-code"], model / "config.json")
 
 
-def _with_attention(stage: int, section: dict[str, Any]) -> list[str]:
+def _with_attention(source: Source, section: dict[str, Any]) -> list[str]:
     """Words that give all layers but those with a window this attention, whatever the recipe and its stage say."""
-    values = {**section, "full_layers": "none"}
-    keys = ("attention", f"stages.{stage}.attention")
+    values = {**section, "full_layers": "none", "overrides": source.attention.get("overrides", {})}
+    keys = ("attention", f"stages.{source.stage}.attention")
     return [f"{key}.{name}={json.dumps(value)}" for key in keys for name, value in values.items()]
 
 
@@ -125,7 +135,7 @@ def evaluation_of(run: str, output: Path, evaluation: dict[str, Any], dense: str
     if not run.startswith("equal-seconds"):
         tasks.append("oracle")
         if dense is not None and dense != run:
-            words = [f"evaluation.oracle.dense={output / 'evaluation' / dense / 'evaluation.json'}"]
+            words = [f"{_DENSE}{output / 'evaluation' / dense / 'evaluation.json'}"]
     asked = recipes.sections(evaluation | {"oracle": oracle}, tasks)
     results = output / "evaluation" / run
     return _evaluation(
@@ -177,7 +187,7 @@ def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:
     if step.name.startswith("train equal-seconds") and file.read_text() == guesses[recipes.EQUAL_SECONDS]:
         full, sparse = (training(output / "runs" / f"{arm}-1" / "metrics.jsonl") for arm in ("full", "sparse"))
         values = parse_yaml(file.read_text(), str(file))
-        tokens = values["stages"][0]["tokens"] * sparse["train_s"] / full["train_s"]
+        tokens = full["tokens"] * sparse["train_s"] / full["train_s"]
         values["stages"][0]["tokens"] = max(1, round(tokens))
         write_atomically(
             file, "# Tokens of full attention in the sparse arm's seconds.\n" + yaml.safe_dump(values, sort_keys=False)
@@ -213,19 +223,24 @@ def begin(request: Request, texts: Mapping[str, str], output: Path) -> dict[str,
     folder.mkdir(parents=True, exist_ok=True)
     asked = request.model_dump(mode="json")
     file = output / "request.yaml"
-    differing = []
     if file.is_file():
         before = parse_yaml(file.read_text(), str(file))
-        differing = [key for key in asked if before.get(key) != asked[key] and key not in _GROWING]
-        if differing and any((output / name).exists() for name in ("runs", SECONDS)):
+        is_begun = any((output / name).exists() for name in ("runs", "oracle/evaluation.json"))
+        # Batches that were made for some GPUs are kept on others.
+        free = (*_GROWING, "gpus") if is_begun else _GROWING
+        differing = [key for key in asked if before.get(key) != asked[key] and key not in free]
+        if differing and is_begun:
             given = ", ".join(f"{key}: given {asked[key]}, before {before.get(key)}" for key in differing)
             raise UserError(
                 f"{output} was begun with other options ({given}); allowed: the same ones, or another --output"
             )
-    write_atomically(file, yaml.safe_dump(asked, sort_keys=False))
+        if differing:
+            file.unlink()  # its recipes go with it, also if this call ends before it has written others
+    is_new = not file.is_file()
     for name, text in texts.items():
-        if differing or not (folder / name).is_file():
+        if is_new or not (folder / name).is_file():
             write_atomically(folder / name, text)
+    write_atomically(file, yaml.safe_dump(asked, sort_keys=False))
     evaluation: dict[str, Any] = parse_yaml((folder / recipes.EVALUATION).read_text(), recipes.EVALUATION)["evaluation"]
     return evaluation
 
@@ -237,6 +252,14 @@ def check(todo: Sequence[Step], gpus: int) -> None:
     for step in trained:
         config = load_config(step.words[1], step.words[2:])
         resolve(config, WorldSize(gpus, gpus), check_files=step is trained[0])
+
+
+def check_evaluations(recipe: Path, evaluation: dict[str, Any]) -> None:
+    """Raise ConfigError for evaluations that cannot be made of the arm with this recipe: hours before they are."""
+    config = load_config(recipe, recipes.sections(evaluation, [*evaluation]))
+    setting = evaluated_setting(config, len(config.stages) - 1)
+    if problems := [*evaluation_problems(config.evaluation, [setting])]:
+        raise ConfigError(problems)
 
 
 def run_command(words: Sequence[str], gpus: int) -> int:

@@ -235,7 +235,7 @@ def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
                 "type": "metrics",
                 "stage": "s",
                 "step": n,
-                "tokens": n,
+                "tokens": 500 * n,
                 "step_s": seconds,
                 "tokens_per_s": 1.0,
             }
@@ -262,6 +262,8 @@ def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
         ({"full-layers": 3}, "--full-layers: given 3; allowed: fewer than the model's 3 layers"),
         ({"tokens": 600}, "--tokens: given 600; allowed: at least"),
         ({"data": "nothing"}, "nothing.*idx"),
+        ({"lr": 0, "seeds": 101}, "--seeds: given 101; allowed: .*--lr: given 0.0; allowed: number > 0"),
+        ({"length": 1000}, "--length: given 1000; allowed: a multiple of 16"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(
@@ -271,6 +273,77 @@ def test_what_cannot_be_is_refused_before_anything_runs(
     code, output = call(**{"output": tmp_path / "new", **options})
     assert code == 2
     assert re.search(problem, " ".join(output.split()))
+
+
+@pytest.mark.parametrize("how", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("evaluation.needle.sample=4", "evaluation.needle.sample: unknown key"),
+        ("evaluation.oracle.bucket=100", "evaluation.oracle.bucket: given 100, which does not divide"),
+        ("seed=3", "override 'seed=3': runs have the seeds 1 to --seeds"),
+        ("optim.lr=1", "override 'optim.lr=1': give --lr"),
+    ],
+)
+def test_overrides_that_fail_late_or_change_nothing_are_refused(
+    project: Path, override: str, problem: str, how: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(steps, "run_here", lambda words: 9)
+    code, output = call(override, *how, output=tmp_path / "new")
+    assert code == 2
+    assert problem in " ".join(output.split())
+
+
+def test_a_batch_has_a_sequence_for_every_rank(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(project)
+    code, output = call("--dry-run", "--gpus", "2", output=tmp_path / "new", tokens="1M")
+    assert code == 0, output
+    assert "Planned for 2 of" in output
+
+
+def test_recipes_of_a_call_that_was_killed_are_not_taken_for_those_of_the_next(project: Path, tmp_path: Path) -> None:
+    def asked(budget: int) -> tuple[Request, dict[str, str]]:
+        request = Request(
+            model="hf",
+            data=["train"],
+            validation=["valid"],
+            length=LENGTH,
+            budget=budget,
+            tokens=4096,
+            kind="msa",
+            block_size=16,
+        )
+        return request, recipes.recipes(request, Source.read(project / "hf"), tmp_path)
+
+    def killed(path: Path, text: str) -> None:
+        raise KeyboardInterrupt
+
+    def topk() -> int:
+        found: int = yaml.safe_load((tmp_path / "recipes" / "sparse.yaml").read_text())["attention"]["msa"]["topk"]
+        return found
+
+    steps.begin(*asked(64), tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "write_atomically", killed)
+        with pytest.raises(KeyboardInterrupt):
+            steps.begin(*asked(128), tmp_path)
+    steps.begin(*asked(128), tmp_path)
+    assert topk() == 8
+    (tmp_path / "oracle").mkdir()
+    (tmp_path / "oracle" / "evaluation.json").write_text("{}")
+    with pytest.raises(UserError, match="budget: given 64, before 128"):
+        steps.begin(*asked(64), tmp_path)
+    assert topk() == 8
+
+
+def test_an_arm_that_was_evaluated_before_full_attention_is_evaluated_again(tmp_path: Path) -> None:
+    evaluation: dict[str, Any] = {name: {"budgets": []} for name in ("position_wise", "needle", "ruler", "oracle")}
+    alone, compared = (steps.evaluation_of("sparse-1", tmp_path, evaluation, dense) for dense in (None, "full-1"))
+    alone.result.parent.mkdir(parents=True)
+    for step, done in ((alone, [True, False]), (compared, [True, True])):
+        alone.result.write_text(json.dumps({"options": {"overrides": step.words[6:]}}))
+        assert [alone.done, compared.done] == done
 
 
 def test_a_call_that_was_refused_leaves_no_choice_behind(
@@ -347,3 +420,10 @@ def test_a_model_keeps_its_windows(project: Path) -> None:
     texts = {name: yaml.safe_load(text) for name, text in recipes.recipes(request, windowed, Path("out")).items()}
     assert texts[recipes.BASE]["attention"]["overrides"] == {1: {"kind": "window"}}
     assert texts[recipes.SPARSE]["stages"][0]["distill"]["teacher"] == "full_and_windows"
+    evaluation = texts[recipes.EVALUATION]["evaluation"]
+    oracle, calibrate, *_ = steps.steps(request, windowed, Path("out"), evaluation)
+    for step in (oracle, calibrate):
+        # A recipe of Hugging Face's may have windows by default and full layers as overrides.
+        assert 'attention.overrides={"1": {"kind": "window"}}' in step.words
+    with pytest.raises(UserError, match=r"evaluation\.oracle: given None; allowed: its section"):
+        next(steps.steps(request, windowed, Path("out"), evaluation | {"oracle": None}))
