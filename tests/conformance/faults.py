@@ -162,7 +162,11 @@ FAULTS: dict[str, Fault] = {
     ),
     "clipping by a rank's own part of the norm": Fault(
         [(Gradients, "norm", lambda self: torch.stack([*self._norms.values()]).norm())],
-        lambda case: case.clip_norm is not None and case.trainable is None,
+        lambda case: (
+            case.clip_norm is not None
+            and case.trainable is None
+            and any(has(case, size) for size in ("dp_shard", "cp", "tp", "pp"))
+        ),
     ),
     "the weights of another seed on each rank": Fault(
         [(fsdp, "initialize_weights", lambda model, seed: learner_weights(model, seed))], lambda _: True

@@ -56,9 +56,9 @@ QUICK = list(FAULTS)[:3]
 @pytest.mark.skipif("msa" not in KINDS, reason="needs kinds of moba_train.mechanisms")
 @pytest.mark.parametrize("fault", FAULTS if COUNT > 40 else QUICK)
 def test_a_fault_on_purpose_is_found(fault: str, ranks: Ranks, tmp_path: Path) -> None:
-    """In each of two layouts in which it shows."""
-    shows = (case for case in (draw(seed, 2) for seed in count(step=2)) if FAULTS[fault].shows(case))
-    chosen = [*islice(shows, 2)]
-    for case, found in zip(chosen, problems_of(chosen, ranks, tmp_path, fault), strict=True):
-        assert found, f"{fault} is not found in {case.line()}"
-        assert "Traceback" not in found[0], found[0]
+    """In two of the first eight layouts in which it may show: documents that end on a rank hide some, masks others."""
+    may_show = (case for case in (draw(seed, 2) for seed in count(step=2)) if FAULTS[fault].shows(case))
+    found = (problems_of([case], ranks, tmp_path, fault)[0] for case in islice(may_show, 8))
+    two = [*islice(filter(None, found), 2)]
+    assert len(two) == 2, f"{fault} is not found"
+    assert not any("Traceback" in first for first, *_ in two), two
