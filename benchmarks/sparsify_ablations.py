@@ -120,7 +120,7 @@ def run(folder: Path, names: Sequence[str], seeds: int, output: Path) -> None:
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What each arm loses against full attention: means over seeds."""
+    """Losses of each arm against full attention, means over seeds."""
     means = {
         name: {
             key: statistics.mean(one[key] for one in results if one["name"] == name)

@@ -140,7 +140,7 @@ class Estimates:
         return modelled_seconds(arm, gpus, sharing, service) * (statistics.median(found) if found else 1.0)
 
     def _ratios_under(self, conditions: tuple[Any, ...]) -> dict[tuple[str, int], list[float]]:
-        """What arms that ran under these conditions took of what the model says, by kind and length. The model takes
+        """Share of the model's seconds that arms under these conditions took, by kind and length. The model takes
         3 ms for an arm, so only arms that are asked about are judged by it."""
         ratios = self._ratios.setdefault(conditions, {})
         for result in self._finished.pop(conditions, ()):

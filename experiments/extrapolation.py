@@ -41,7 +41,7 @@ def _hybrid(window: int, **far: Any) -> dict[str, Any]:
 
 
 def _kinds(quick: bool) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Of each arm, the sections `attention` and, in part, `rope`."""
+    """Sections `attention` and, in part, `rope` of each arm."""
     window, block, topk = (64, 32, 3) if quick else (512, 128, 8)
     moba = _hybrid(window, kind="moba", block_size=block, topk=topk)
     return {

@@ -155,7 +155,7 @@ def test_a_long_trajectory_ends_with_the_last_answer_that_fits(
 
 
 def test_of_samples_for_each_turn_those_that_fit_remain(tmp_path: Path, tokenizer: str) -> None:
-    """Where the template drops earlier thoughts, each turn is a sample; the second one alone is too long."""
+    """A template that drops earlier thoughts makes each turn a sample, of which the second one alone is too long."""
     turns = [*TWO_TURNS, user("And now all of it: " + "3+3? " * 50), assistant("6", reasoning_content="long")]
     documents, _ = make(tmp_path, tokenizer, FORGETS, [{"messages": turns}], "--end-of-turn", "<e>")
     assert len(documents) == 3

@@ -356,7 +356,7 @@ def test_patterns_name_layers_by_their_end_or_by_all_of_their_name(load: Load) -
 
 
 def test_a_plan_counts_gradients_and_states_of_adapters_alone(load: Load) -> None:
-    """Of an 8B model 32 GB of float32 weights stay, 64 GB of moments and 32 GB of gradients become those of 42M."""
+    """Weights of an 8B model stay, 32 GB in float32; 64 GB of moments and 32 GB of gradients become those of 42M."""
     lora = {"adapters": {"lora": {"r": 16}}}
     all_of, adapted = (
         planned("llama3-8b", 1, "8K", {"default": "full"}, batch_tokens="8K", **keys) for keys in ({}, lora)

@@ -428,29 +428,6 @@ def test_an_export_with_code_scores_and_writes_as_its_checkpoint(
         assert found[0] == pytest.approx(expected[0], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("names", "length", "problem"),
-    [
-        (["ruler_vt"], 4096, "task ruler_vt: its solved example has [0-9]+ tokens .* 500 are possible"),
-        (["ruler"], 1024, "task ruler_vt"),
-        (["ruler_cwe"], 1024, "task ruler_cwe: its smallest sample .* samples of 1024; give other --lengths"),
-        (["ruler_fwe", "ruler_cwe"], 8192, None),
-    ],
-)
-def test_ruler_generators_that_would_never_end_are_refused(names: list[str], length: int, problem: str | None) -> None:
-    from moba_train.tools.lm_eval.options import check_sample_lengths
-
-    def letters(text: str, **_options: Any) -> Any:
-        """A tokenizer of letters."""
-        return types.SimpleNamespace(input_ids=text)
-
-    if problem is None:
-        check_sample_lengths(names, letters, [length])
-        return
-    with pytest.raises(UserError, match=problem):
-        check_sample_lengths(names, letters, [length])
-
-
 def test_a_hugging_face_folder_names_no_code_and_its_chat_template_is_applied(
     exported: Path, theirs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

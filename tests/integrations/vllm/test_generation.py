@@ -117,7 +117,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def ask(folder: Path, engine: dict[str, Any], plugin: bool = True, **request: Any) -> dict[str, Any]:
-    """What vLLM says, in a process of its own that finds the plugin by its entry point."""
+    """Texts of vLLM, in a process of its own that finds the plugin by its entry point."""
     installed = folder / "installed" / "moba_vllm-0.dist-info"
     installed.mkdir(parents=True, exist_ok=True)
     entries = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]

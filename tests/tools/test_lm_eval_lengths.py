@@ -1,0 +1,33 @@
+"""Lengths that generators of lm-evaluation-harness would never reach."""
+
+import types
+from typing import Any
+
+import pytest
+
+from moba_train.errors import UserError
+
+pytest.importorskip("lm_eval")
+
+
+@pytest.mark.parametrize(
+    ("names", "length", "problem"),
+    [
+        (["ruler_vt"], 4096, "task ruler_vt: its solved example has [0-9]+ tokens .* 500 are possible"),
+        (["ruler"], 1024, "task ruler_vt"),
+        (["ruler_cwe"], 1024, "task ruler_cwe: its smallest sample .* samples of 1024; give other --lengths"),
+        (["ruler_fwe", "ruler_cwe"], 8192, None),
+    ],
+)
+def test_ruler_generators_that_would_never_end_are_refused(names: list[str], length: int, problem: str | None) -> None:
+    from moba_train.tools.lm_eval.options import check_sample_lengths
+
+    def letters(text: str, **_options: Any) -> Any:
+        """A tokenizer of letters."""
+        return types.SimpleNamespace(input_ids=text)
+
+    if problem is None:
+        check_sample_lengths(names, letters, [length])
+        return
+    with pytest.raises(UserError, match=problem):
+        check_sample_lengths(names, letters, [length])
