@@ -27,7 +27,7 @@ HALF = (torch.float16, torch.bfloat16)
 _HOPPER = (9, 0)
 _GLUON_TRITON = "3.6"
 """Release of Triton with which the kernels in Gluon were checked and timed on a GPU. With 3.7 to 3.9 they compile,
-spill up to 216 bytes and never ran."""
+spill up to 216 bytes, one in its loop with 3.9, and never ran."""
 _MOST_HISTORY = 127
 """History blocks of a query at most: topk up to 128. More were never tested; lists count to 2**31 slots."""
 
