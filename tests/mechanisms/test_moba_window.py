@@ -43,7 +43,7 @@ OPTIONS = [
 
 
 def selected_by_definition(q: Tensor, k: Tensor, lengths: list[int], options: dict[str, Any]) -> oracle.Selection:
-    """Of each query: the blocks of the window before its own, and the best of those before them."""
+    """Blocks of the window before the own one, and the best of those before them, for each query."""
     size, window = options["block_size"], options["window"] // options["block_size"]
     means = oracle.block_means(k, lengths, size)
     select, kv_heads = options.get("select", "head"), k.shape[1]

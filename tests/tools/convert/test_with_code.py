@@ -265,7 +265,7 @@ def loaded_here(folder: Path) -> Any:
 
 @pytest.mark.parametrize("exported", AS_TRAINED, indirect=True)
 def test_a_padded_batch_is_read_in_parts(exported: Exported) -> None:
-    """Of the shorter text the first part has padding alone."""
+    """The first part holds nothing but padding of the shorter text."""
     theirs = loaded_here(exported.folder)
     long, short = PROMPTS
     first = len(long) - len(short)
