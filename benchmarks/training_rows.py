@@ -5,12 +5,15 @@ LENGTH:ATTENTION, then options in any order:
     ATTENTION         full | moba-BLOCK-TOPK | moba-BLOCK-TOPK-lastN (the last N layers full) | torchtitan (full, by it)
     none | selective | full | budget    activation checkpointing; offload: what it keeps goes to host memory
     fp8 | fp8-rowwise                   linear layers in FP8
-    cpN, tpN, ppN                       GPUs that share a sequence; that share each layer; that share the layers out
+    cpN, tpN, ppN, epN                  GPUs that share a sequence; each layer; the layers out; the experts of a layer
     microN, batchN                      sequences of a pass on a rank; sequences of a step on all GPUs
     warmN, stepsN                       steps that are left out of the numbers; steps that are measured
     eager                               blocks are not compiled
     packed                              documents of 4K to 64K tokens; else one that is longer than the sequences
     key.path=value                      any other key of the recipe
+
+With --model qwen3-30b-a3b, `model.moe=null` is the dense model of as many active parameters: its feed-forward is as
+wide as all active experts together.
 """
 
 import re
@@ -24,7 +27,7 @@ from benchmarks.trainer_run import recipe
 Float8 = Literal["off", "tensorwise", "rowwise"]
 POLICIES = ("none", "selective", "full", "budget")
 _MOBA = re.compile(r"moba-([0-9]+K?)-([0-9]+)(?:-last([0-9]+))?")
-_SIZE = re.compile(r"(cp|tp|pp|micro|batch|warm|steps)([1-9][0-9]*)")
+_SIZE = re.compile(r"(cp|tp|pp|ep|micro|batch|warm|steps)([1-9][0-9]*)")
 _WORDS: dict[str, dict[str, Any]] = {
     **{policy: {"policy": policy} for policy in POLICIES},
     "offload": {"offload": True},
@@ -50,6 +53,7 @@ class Row:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     micro: int | None = None
     """Sequences of a pass on one rank; None: as many as a GPU has in a step."""
     batch: int | None = None
@@ -95,7 +99,7 @@ class Row:
             self.sequences(gpus, per_gpu),
             self.warm + self.steps + 1,
             attention=_attention(self.attention),
-            parallel={"cp": self.cp, "tp": self.tp, "pp": self.pp},
+            parallel={"cp": self.cp, "tp": self.tp, "pp": self.pp, "ep": self.ep},
             precision={"linear": "fp8", "fp8": {"scaling": self.fp8}} if self.fp8 != "off" else {},
             activation_checkpointing=self.policy,
             micro_batch_size=self.micro or per_gpu,
@@ -130,8 +134,8 @@ def parse_row(text: str, defaults: Row) -> Row:
             row = replace(row, overrides=(*row.overrides, option))
         else:
             raise ValueError(
-                f"{text!r}: option {option!r}; allowed: {', '.join(_WORDS)}, cpN, tpN, ppN, microN, batchN, warmN, "
-                "stepsN, key.path=value"
+                f"{text!r}: option {option!r}; allowed: {', '.join(_WORDS)}, cpN, tpN, ppN, epN, microN, batchN, "
+                "warmN, stepsN, key.path=value"
             )
     if row.by_torchtitan and (
         row.documents != "long" or row.offload or row.overrides or row.policy == "budget" or row.pp > 1
