@@ -121,10 +121,10 @@ def job(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def train(settings: dict[str, Any]) -> None:
     """Train as `settings` say, on every rank, with the memory settings of torchtitan's launcher."""
     grow_segments()
-    from torchtitan.models import llama3, qwen3
-    from torchtitan.models.moe import MoEArgs
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.config import JobConfig
+    from torchtitan.models import llama3, qwen3
+    from torchtitan.models.moe import MoEArgs
     from torchtitan.protocols.train_spec import register_train_spec
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
