@@ -103,7 +103,9 @@ def _operator(name: str, function: Callable[..., Any], schema: str) -> Any:
 exchange_counts = _operator("exchange_counts", _exchange_counts, "(Tensor ends, str group) -> (Tensor, Tensor)")
 ALWAYS_SAVED.add(torch.ops.moba_train.exchange_counts.default)
 start_exchange = _operator(
-    "start_exchange", _start_exchange, "(Tensor x, Tensor arriving, Tensor sizes, str group) -> (Tensor, Tensor, Tensor)"
+    "start_exchange",
+    _start_exchange,
+    "(Tensor x, Tensor arriving, Tensor sizes, str group) -> (Tensor, Tensor, Tensor)",
 )
 finish_exchange = _operator("finish_exchange", _finish_exchange, "(Tensor arriving, Tensor x, Tensor order) -> Tensor")
 exchange = _operator(
@@ -139,7 +141,7 @@ def _(x: Tensor, order_m: Tensor, sizes: Tensor, rows: int, back: bool, group: s
 def _save_started(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x_nD, _, sizes, group = inputs
     ctx.save_for_backward(output[1], sizes)
-    ctx.arguments = len(x_nD), group
+    ctx.arguments = x_nD.shape[0], group
 
 
 def _start_backward(ctx: Any, gradient_mD: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
@@ -151,7 +153,7 @@ def _start_backward(ctx: Any, gradient_mD: Tensor, *_: Any) -> tuple[Tensor, Non
 def _save_exchanged(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, order_m, sizes, _, back, group = inputs
     ctx.save_for_backward(order_m, sizes)
-    ctx.arguments = len(x), not back, group
+    ctx.arguments = x.shape[0], not back, group  # len() would have to know the number of rows
 
 
 def _exchange_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
