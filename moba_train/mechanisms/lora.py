@@ -205,7 +205,11 @@ class Lora(Adapters):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Note the checksum of the base."""
+        """Note the checksum of the base, and keep it in `dtype`.
+
+        Bits of the run stay as they are, since FSDP gathers the base in this dtype. It reads a parameter's dtype before
+        its first gather (torch's `FSDPParamGroup.lazy_init`), which is later.
+        """
         found = self._model.get_buffer(CHECKSUM).zero_()
         for name, parameter in self._model.named_parameters():
             if name in self.base and _counts(parameter):
@@ -213,6 +217,10 @@ class Lora(Adapters):
         if dist.is_initialized():
             dist.all_reduce(found)
         self._found = int(found)
+        for name, parameter in self._model.named_parameters():
+            if name in self.base:
+                kept = nn.Parameter(parameter.to(self.dtype), requires_grad=False)
+                torch.utils.swap_tensors(parameter, kept)  # `data` of a DTensor would leave its shard as it is
 
     def check(self) -> None:
         """Compare the checksum that was loaded with that of the base that the model has."""
