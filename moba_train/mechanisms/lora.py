@@ -94,9 +94,10 @@ class LoraLinear(nn.Linear):
             return out_TO
         drops = self.dropout > 0 and torch.is_grad_enabled()  # evaluations have no gradients
         dropped_TI = F.dropout(x_TI, self.dropout) if drops else x_TI
-        added_TO = self.scaling * self.lora_B(self.lora_A(dropped_TI))
+        scaled_Tr = self.scaling * self.lora_A(dropped_TI)  # before B: fewer columns to multiply
         if self.lora_magnitude_change is None:
-            return out_TO + added_TO
+            return torch.addmm(out_TO, scaled_Tr, self.lora_B.weight.mT)  # makes one tensor of T x O less
+        added_TO = self.lora_B(scaled_Tr)
         change_O = self.lora_magnitude_change
         before_O, norms_O = row_norms(
             self.weight.detach(), self.lora_A.weight.detach(), self.scaling * self.lora_B.weight.detach()
