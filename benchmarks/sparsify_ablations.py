@@ -100,8 +100,7 @@ def arms_of(folder: Path) -> dict[str, list[str]]:
 
 
 def run(folder: Path, names: Sequence[str], seeds: int, output: Path, jobs: int = 1) -> None:
-    """Train and evaluate these arms, and save the results of those that ended with those of both arms of the
-    command."""
+    """Train and evaluate these arms. Results are saved as they come, with those of both arms of the command."""
     arms: dict[str, list[str]] = {"full": [], "sparse": []} | arms_of(folder)
     evaluation = parse_yaml((folder / "recipes" / recipes.EVALUATION).read_text(), recipes.EVALUATION)["evaluation"]
     settings = {"request": parse_yaml((folder / "request.yaml").read_text(), "request.yaml"), "seeds": seeds}
@@ -113,20 +112,23 @@ def run(folder: Path, names: Sequence[str], seeds: int, output: Path, jobs: int 
             words = ["train", recipe, f"seed={seed}", f"run_dir={run_dir}", *arms[name]]
             train = Step(f"train {name} {seed}", words, run_dir)
             todo[name, seed] = train, steps.evaluation_of(run_dir.name, folder, evaluation, f"full-{seed}")
-    trained, evaluated = zip(*todo.values(), strict=True)
-    try:
-        with places(jobs, 1) as found:
-            steps.run_steps([*trained, *evaluated], {}, folder, steps.run_here, print, found)
-    finally:
-        ended = [(name, seed, asked) for (name, seed), (_, asked) in todo.items() if asked.done]
+
+    def record(line: str) -> list[dict[str, Any]]:
+        """Prints a line of progress, and saves the results so far."""
+        print(line, flush=True)
         results = [
             {"name": name, "seed": seed, "overrides": arms[name]}
             | steps.training(folder / "runs" / f"{name}-{seed}" / "metrics.jsonl")
             | scores_of(steps.read_json(asked.result))
-            for name, seed, asked in ended
+            for (name, seed), (_, asked) in todo.items()
+            if asked.done
         ]
         save(output, settings, results)
-    for line in table(results):
+        return results
+
+    with places(jobs, 1) as found:
+        steps.run_steps([step for pair in todo.values() for step in pair], {}, folder, steps.run_here, record, found)
+    for line in table(record("")):
         print(line)
 
 
