@@ -1,8 +1,7 @@
 """Cost of sparse attention, split into budget, selector and weights: one table and one picture of several evaluations.
 
     bash launch/smollm2.sh split      # evaluates a published model and one trained at 32K, then calls this
-    python -m benchmarks.oracle_split NAME=FOLDER/evaluation.json ... --output RESULT.json
-    python -m benchmarks.pictures oracle-split --results RESULT.json --output PLOT.svg
+    python -m benchmarks.oracle_split NAME=FOLDER/evaluation.json ... --output RESULT.json --plot PLOT.svg
 
 Reads what `moba-train eval --tasks oracle` found (docs/how-to/evaluate.md). A row is a model and a budget.
 """
@@ -16,7 +15,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.plotting import BLUE, FULL, MOBA
+from benchmarks.plotting import BLUE, FULL, MOBA, saved
 from benchmarks.record import markdown, save
 from moba_train.config.base import format_count
 
@@ -101,7 +100,9 @@ def _draw_losses(axes: Axes, own: Sequence[Row]) -> None:
 
 def _draw_needles(axes: Axes, own: Sequence[Row]) -> None:
     for name, mark, colour in (("full", "|", FULL), ("ideal", "o", BLUE), ("gate", "x", MOBA)):
-        points = [(row["needles"][name], place) for place, row in enumerate(own) if row["needles"].get(name) is not None]
+        points = [
+            (row["needles"][name], place) for place, row in enumerate(own) if row["needles"].get(name) is not None
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), mark, color=colour, label=name)
     axes.set_yticks(range(len(own)), [""] * len(own))
@@ -112,7 +113,8 @@ def _draw_needles(axes: Axes, own: Sequence[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("evaluations", nargs="+", metavar="NAME=FILE", help="a model's name and its evaluation.json")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="result file")
+    parser.add_argument("--plot", type=Path, help="SVG file")
     given = parser.parse_args()
     found = []
     for one in given.evaluations:
@@ -124,6 +126,10 @@ def main() -> None:
             parser.error(f"{file}: holds {', '.join(evaluation['tasks'])}; allowed: a result of --tasks oracle")
         found += rows(name, evaluation["oracle"])
     save(given.output, {"evaluations": given.evaluations}, found)
+    if given.plot is not None:
+        text = given.output.read_text()
+        with saved(given.plot, text, 1 + 0.25 * len(found)) as figure:
+            draw(figure, json.loads(text))
     print(markdown(table(found)))
 
 

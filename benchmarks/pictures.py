@@ -22,7 +22,6 @@ from benchmarks import (
     needle_maps,
     needle_signal,
     optimizers_curve,
-    oracle_split,
     smollm2_evaluate,
     training_plot,
 )
@@ -62,7 +61,6 @@ PICTURES = {
     "smollm2-32k": Picture(smollm2_evaluate.draw, 3.2, ("smollm2-32k-h200",)),
     "smollm2-needle": Picture(needle_maps.draw, 2.8, ("smollm2-retrieval-h200",)),
     "smollm2-signal": Picture(needle_signal.draw, 2.8, ("smollm2-signal-cpu",)),
-    "oracle-split": Picture(oracle_split.draw, 7, ("oracle-split-h200",)),
     "moba-kernels": Picture(diagrams.draw_kernels, 4.4),
     "moba-pattern": Picture(diagrams.draw_patterns, 2.7),
     "moba-selection": Picture(diagrams.draw_selection, 3.6),

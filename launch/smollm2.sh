@@ -63,8 +63,7 @@ split)
     "$PYTHON" -m moba_train.tools.cli eval "$folder/sparse/runs/full-1" "${common[@]}" --seq-len 32K --output "$folder/split-32k" \
         evaluation.oracle.sequences=3 "evaluation.oracle.lengths=[16K, 32K]" evaluation.oracle.samples=1
     "$PYTHON" -m benchmarks.oracle_split "published=$folder/split-8k/evaluation.json" \
-        "extended=$folder/split-32k/evaluation.json" --output "$folder/split.json"
-    "$PYTHON" -m benchmarks.pictures oracle-split --results "$folder/split.json" --output "$folder/split.svg"
+        "extended=$folder/split-32k/evaluation.json" --output "$folder/split.json" --plot "$folder/split.svg"
     ;;
 sparsify)
     "$PYTHON" -m moba_train.tools.cli sparsify "$folder/hf" --data "$folder/data/train" --validation "$folder/data/valid" \

@@ -74,7 +74,9 @@ def places(jobs: int, gpus: int) -> Iterator[list[Place]]:
     given = os.environ.get(_DEVICES)
     ids = [*map(str, range(torch.cuda.device_count()))] if given is None else [one for one in given.split(",") if one]
     if ids and len(ids) < jobs * gpus:
-        raise UserError(f"--jobs: given {jobs}; allowed: at most {len(ids) // gpus}, with {gpus} of {len(ids)} GPUs each")
+        raise UserError(
+            f"--jobs: given {jobs}; allowed: at most {len(ids) // gpus}, with {gpus} of {len(ids)} GPUs each"
+        )
     with ExitStack() as stack:
         made: list[Place] = []
         for first in range(0, jobs * gpus, gpus):

@@ -182,38 +182,41 @@ def run_steps(
             waiting.append(step)
     free = [*places]
     running: dict[Future[int], tuple[Step, Place, float]] = {}
-    failed = ""
-    while running or (waiting and not failed):
-        missing = {step.name for step in waiting} | {step.name for step, _, _ in running.values()}
+    problem = ""
+    while running or (waiting and not problem):
+        missing = {step.name for step in [*waiting, *(step for step, _, _ in running.values())]}
         ready = [step for step in waiting if not step.needs & missing]
-        for step in ready[: 0 if failed else len(free)]:
+        for step in ready[: 0 if problem else len(free)]:
             waiting.remove(step)
             if step.trains:
                 _measured(step, guesses, output)
             say(f"{numbers[step.name]}: {step.command}")
             place = free.pop(0)
-            began = time.time()
-            running[place.start(run, step.words, output / "logs" / f"{step.name.replace(' ', '-')}.txt")] = (
-                step,
-                place,
-                began,
-            )
+            began = time.time()  # before it starts, as this process may run it at once
+            running[place.start(run, step.words, _log(step, output))] = step, place, began
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             step, place, began = running.pop(future)
             free.append(place)
             try:
                 status = future.result()
-            except BrokenExecutor:
+            except BrokenExecutor:  # its process was killed
                 status = 1
             if status and step.name == "export":
                 say("the model stays a checkpoint, as no export can hold it")
             elif status or not step.done:
-                failed = f"the step {step.name!r} " + (f"ended with status {status}" if status else "stopped before its end")
+                how = f"ended with status {status}" if status else "stopped before its end"
+                said = f"; its output is in {_log(step, output)}" if _log(step, output).is_file() else ""
+                problem = f"the step {step.name!r} {how}; the same command goes on with it{said}"
             else:
                 seconds = read_json(output / SECONDS) | {step.name: round(time.time() - began, 1)}
                 write_atomically(output / SECONDS, json.dumps(seconds, indent=2) + "\n")
-    if failed:
-        raise UserError(f"{failed}; the same command goes on with it")
+    if problem:
+        raise UserError(problem)
+
+
+def _log(step: Step, output: Path) -> Path:
+    """File for what a step prints beside others."""
+    return output / "logs" / f"{step.name.replace(' ', '-')}.txt"
 
 
 def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:
