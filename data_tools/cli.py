@@ -26,13 +26,18 @@ Inputs = Annotated[
     typer.Option(
         "--input",
         "-i",
-        help="A .jsonl or .parquet file, any other file (one document), or a folder of such files; also .gz, .zst",
+        help="A .jsonl, .parquet or .arrow file, any other file (one document), a folder of such files or of a Hugging "
+        "Face data set, also at s3:// or gs://; also .gz, .zst",
     ),
 ]
-TextKey = Annotated[str, typer.Option(help="Key (JSON lines) or column (parquet) that holds the text")]
+TextKey = Annotated[str, typer.Option(help="Key (JSON lines) or column (parquet, arrow) that holds the text")]
 Globs = Annotated[
     list[str] | None,
     typer.Option("--glob", help="Files to read from folders, as a pattern; default: common text and code suffixes"),
+]
+Split = Annotated[
+    str | None,
+    typer.Option(help="Split of a Hugging Face data set to read, such as train; needed if a folder has several"),
 ]
 EncodingErrors = Annotated[
     Literal["strict", "replace"],
@@ -44,18 +49,20 @@ Excludes = Annotated[
 ]
 
 
-def _files(inputs: Sequence[str], globs: Sequence[str] | None, excludes: Sequence[str] | None) -> list[str]:
+def _files(
+    inputs: Sequence[str], globs: Sequence[str] | None, excludes: Sequence[str] | None, split: str | None
+) -> list[str]:
     from data_tools.input_files import TEXT_GLOBS
 
-    return _find_files(inputs, globs or TEXT_GLOBS, excludes or ())
+    return _find_files(inputs, globs or TEXT_GLOBS, excludes or (), split)
 
 
-def _find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[str]) -> list[str]:
+def _find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[str], split: str | None) -> list[str]:
     from data_tools.input_files import LeftOut, describe_suffixes, find_files
     from moba_train.foreign_files import ROOTS
 
     left_out = LeftOut()
-    files = find_files(inputs, globs, excludes, left_out)
+    files = find_files(inputs, globs, excludes, left_out, split)
     for link in left_out.links[:SHOWN_RECORDS]:
         typer.echo(f"left out {link}: a link to {os.path.realpath(link)}", err=True)
     if count := len(left_out.links):
@@ -102,13 +109,14 @@ def train_tokenizer(
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
+    split: Split = None,
     encoding_errors: EncodingErrors = "strict",
 ) -> None:
     """Train a sentencepiece BPE tokenizer with byte fallback (unk 0, bos 1, eos 2, pad 3)."""
     from data_tools.outputs import list_skipped, skipped_file
     from data_tools.train_tokenizer import train_tokenizer as train
 
-    bad = train(_files(inputs, globs, excludes), output, vocab_size, text_key, encoding_errors)
+    bad = train(_files(inputs, globs, excludes, split), output, vocab_size, text_key, encoding_errors)
     list_skipped(output, bad)
     _print_bad(bad, skipped_file(output))
     typer.echo(f"{output}: {vocab_size} token ids")
@@ -125,6 +133,7 @@ def tokenize(
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
+    split: Split = None,
     append_eos: Annotated[bool, typer.Option(help="End every document with the end-of-document token")] = True,
     eos: Annotated[str | None, typer.Option(help="Token that ends documents; default: the tokenizer's own")] = None,
     bos: Annotated[str | None, typer.Option(help="Token that begins documents; default: none")] = None,
@@ -162,7 +171,7 @@ def tokenize(
         encoding_errors,
     )
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    result = tokenize_corpus(_files(inputs, globs, excludes), output, options, workers or cpus)
+    result = tokenize_corpus(_files(inputs, globs, excludes, split), output, options, workers or cpus)
     if result.already_complete:
         typer.echo("already complete, nothing to do")
     else:
@@ -199,6 +208,7 @@ def long_range(
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
+    split: Split = None,
     encoding_errors: EncodingErrors = "strict",
 ) -> None:
     """Make long documents with repeated passages and questions about earlier notes, for miniature recipes."""
@@ -206,7 +216,7 @@ def long_range(
     from data_tools.outputs import list_skipped, skipped_file
     from moba_train.errors import DataError
 
-    files = _files(inputs, globs, excludes)
+    files = _files(inputs, globs, excludes, split)
     if reads and not questions:
         raise DataError(f"--reads: given {reads} without --questions, which it is for; give --questions 1 or more")
     bad = write_long_range(
@@ -337,7 +347,12 @@ def verify(
 def sft(
     inputs: Annotated[
         list[str],
-        typer.Option("--input", "-i", help="A .jsonl or .json file of conversations, or a folder of such files"),
+        typer.Option(
+            "--input",
+            "-i",
+            help="A .jsonl, .json, .parquet or .arrow file of conversations, a folder of such files or of a Hugging "
+            "Face data set, also at s3:// or gs://",
+        ),
     ],
     tokenizer: Annotated[
         str,
@@ -348,6 +363,7 @@ def sft(
         str,
         typer.Option(help="Chat template: chatml, llama3, qwen, a Jinja file, or a model folder that has one"),
     ] = "chatml",
+    split: Split = None,
     end_of_turn: Annotated[
         str | None,
         typer.Option(help="Text that ends a turn; default: that of the built-in template, or the folder's eos_token"),
@@ -387,7 +403,7 @@ def sft(
     from data_tools.show import load_decoder, show_documents
     from moba_train.tools.chat.load import load_chat_template
 
-    files = _find_files(inputs, ("*.jsonl", "*.json"), ())
+    files = _find_files(inputs, ("*.jsonl", "*.json", "*.parquet", "*.arrow"), (), split)
     chat_template = load_chat_template(template, end_of_turn)
     options = SftOptions(max_tokens, loss_turns, thought_weight, template_variables(template_kwargs))
     result = make_sft_corpus(files, output, tokenizer, chat_template, holdout, on_error == "fail", options)
