@@ -6,7 +6,7 @@ Modules are imported when a command runs, so that `--help` is fast.
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -96,6 +96,23 @@ def _warn_of_empty_split(corpora: "Mapping[str, IndexedDataset]", holdout: float
         typer.echo(f"warning: {problem}", err=True)
 
 
+def _print_filtered(report: dict[str, Any], output: str) -> None:
+    """Print the counts of documents that repeat others, or share text with evaluations."""
+    from data_tools.filter_documents import filter_file
+
+    if found := report.get("duplicates"):
+        counts = f"{found['identical']:,} identical and {found['near']:,} near duplicates"
+        typer.echo(f"left out of {report['documents']:,} documents: {counts}")
+    if found := report.get("contamination"):
+        for file, counts in found["evaluations"].items():
+            typer.echo(
+                f"{file}: {counts['contaminated']:,} of {counts['records']:,} records share text with "
+                f"{counts['documents']:,} documents; {counts['too_short']:,} are too short to check"
+            )
+        typer.echo(f"documents with text of evaluations: {found['documents']:,}, {found['outcome']}")
+    typer.echo(f"examples: {filter_file(output)}")
+
+
 def _loss_marks() -> tuple[str, str]:
     """Marks around text that carries loss: colours in a terminal, brackets elsewhere."""
     return ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
@@ -153,11 +170,30 @@ def tokenize(
         int, typer.Option(min=1, help="Longest document or JSON line; longer ones are skipped")
     ] = 128,
     encoding_errors: EncodingErrors = "strict",
+    duplicates: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SIMILARITY",
+            help="Leave out documents that repeat an earlier one: 1 for identical texts, 0.5 to 0.95 also for near "
+            "duplicates (Jaccard similarity of runs of 5 words); default: keep all",
+        ),
+    ] = None,
+    evaluations: Annotated[
+        list[str] | None,
+        typer.Option(help="Files or folders of evaluations: report the documents that share 13 words with them"),
+    ] = None,
+    contaminated: Annotated[
+        Literal["keep", "drop"], typer.Option(help="Documents that share text with --evaluations: keep or drop them")
+    ] = "keep",
 ) -> None:
     """Tokenize text into a corpus. After an interruption, the same command continues where it stopped."""
     from data_tools.outputs import skipped_file
-    from data_tools.tokenize_corpus import TokenizeOptions, tokenize_corpus
+    from data_tools.parts import TokenizeOptions
+    from data_tools.tokenize_corpus import tokenize_corpus
+    from moba_train.errors import DataError
 
+    if contaminated == "drop" and not evaluations:
+        raise DataError("--contaminated drop: given without --evaluations, whose texts are looked for; give them also")
     options = TokenizeOptions(
         tokenizer,
         text_key,
@@ -169,6 +205,9 @@ def tokenize(
         engine == "fast",
         max_document_mib << 20,
         encoding_errors,
+        duplicates,
+        tuple(_files(evaluations, None, None, None)) if evaluations else (),
+        contaminated == "drop",
     )
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     result = tokenize_corpus(_files(inputs, globs, excludes, split), output, options, workers or cpus)
@@ -181,6 +220,8 @@ def tokenize(
     _print_bad(result.bad, skipped_file(output))
     if result.empty:
         typer.echo(f"empty texts and files left out, which are no documents: {result.empty:,}", err=True)
+    if result.filtered is not None:
+        _print_filtered(result.filtered, output)
     for prefix, corpus in result.corpora.items():
         typer.echo(f"{prefix}: {corpus.documents:,} documents, {corpus.tokens:,} tokens")
     _warn_of_empty_split(result.corpora, holdout, "documents")

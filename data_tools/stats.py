@@ -11,6 +11,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from data_tools.outputs import check_output_file
+from data_tools.word_hashes import run_hashes
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.config.base import format_count
 from moba_train.config.stages import Stage
@@ -170,11 +171,7 @@ def repeat_shares(corpus: IndexedDataset, length: int, most_tokens: int) -> npt.
 def nearest_repeats(tokens: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
     """Distance of each run of `length` tokens that occurred earlier to its nearest earlier occurrence, in any order,
     int64 [n]."""
-    if len(tokens) <= length:
-        return np.empty(0, np.int64)
-    hashes = np.zeros(len(tokens) - length + 1, np.uint64)
-    for offset in range(length):  # a polynomial in an odd number, modulo 2^64
-        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + tokens[offset : offset + len(hashes)].astype(np.uint64) + 1
+    hashes = run_hashes(tokens, length)
     order = np.argsort(hashes, kind="stable")
     same = hashes[order[1:]] == hashes[order[:-1]]
     return (order[1:] - order[:-1])[same]
