@@ -354,8 +354,9 @@ def blend(
     recipe: Annotated[str, typer.Argument(help="A training recipe")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to override")] = None,
 ) -> None:
-    """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source."""
-    from data_tools.stats import blend_table, blend_warnings, preview
+    """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source, and the lengths of the
+    documents."""
+    from data_tools.stats import blend_table, blend_warnings, preview, read_lengths_table
     from moba_train.config.load import load_config
     from moba_train.resolve.recipe import resolve
 
@@ -363,6 +364,7 @@ def blend(
     run = resolve(config, check_files=True)
     console = table_console()
     console.print(blend_table(preview(run.samples, run.stages)))
+    console.print(read_lengths_table(run.samples, run.stages))
     for warning in blend_warnings(run.samples, run.stages):
         typer.echo(f"warning: {warning}", err=True)
 

@@ -245,6 +245,19 @@ def preview(spec: DataSpec, stages: Sequence[Stage]) -> list[SourceUse]:
     return uses
 
 
+def read_lengths_table(spec: DataSpec, stages: Sequence[Stage]) -> Table:
+    """Table of the share of each stage's tokens by the length of their document. Raises DataError as `StageData` does."""
+    counted = {stage.name: training_data(spec, stage, {}).tokens_by_length() for stage in stages}
+    table = Table(title="tokens by the length of their document")
+    table.add_column("up to", justify="right")
+    for name in counted:
+        table.add_column(name, justify="right")
+    for bound in sorted({int(bound) for tokens in counted.values() for bound in tokens}):
+        shares = [tokens.get(str(bound), 0) / sum(tokens.values()) for tokens in counted.values()]
+        table.add_row(f"{bound:,}", *(f"{share:.1%}" for share in shares))
+    return table
+
+
 def blend_table(uses: list[SourceUse]) -> Table:
     """Table with a row for each stage and source."""
     table = Table(title="what each stage reads")
