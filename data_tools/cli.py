@@ -354,8 +354,7 @@ def blend(
     recipe: Annotated[str, typer.Argument(help="A training recipe")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to override")] = None,
 ) -> None:
-    """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source, and the lengths of the
-    documents."""
+    """Show what each stage of a recipe reads: tokens, share, repeats, padding and lengths of documents."""
     from data_tools.stats import blend_table, blend_warnings, preview, read_lengths_table
     from moba_train.config.load import load_config
     from moba_train.resolve.recipe import resolve

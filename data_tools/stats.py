@@ -246,7 +246,7 @@ def preview(spec: DataSpec, stages: Sequence[Stage]) -> list[SourceUse]:
 
 
 def read_lengths_table(spec: DataSpec, stages: Sequence[Stage]) -> Table:
-    """Table of the share of each stage's tokens by the length of their document. Raises DataError as `StageData` does."""
+    """Table of the share of each stage's tokens by the length of their document. Raises as `preview` does."""
     counted = {stage.name: training_data(spec, stage, {}).tokens_by_length() for stage in stages}
     table = Table(title="tokens by the length of their document")
     table.add_column("up to", justify="right")
