@@ -6,9 +6,10 @@ that agree in a band of the permutations (locality-sensitive hashing). A documen
 stay: so the first copy in the order of the input stays, and whatever goes has such a near duplicate that stays.
 """
 
+import functools
 import hashlib
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,16 +62,21 @@ def digest(document: bytes) -> bytes:
 
 def signature(document: bytes) -> Signatures:
     """MinHash of one document, uint32 [128]."""
-    from datasketch import MinHash
-
     words = word_hashes(document.decode())
     runs = np.unique(run_hashes(words, min(RUN, max(len(words), 1))))
     if not len(runs):  # without words, a text has only itself
         runs = np.frombuffer(digest(document)[:8], np.uint64)
-    found = MinHash(PERMUTATIONS, seed=1, hashfunc=int, scheme="affine32")
+    found = _without_runs().copy()
     for first in range(0, len(runs), _BATCH):
         found.update_batch((runs[first : first + _BATCH] >> np.uint64(32)).tolist())
     return found.hashvalues
+
+
+@functools.cache
+def _without_runs() -> Any:
+    from datasketch import MinHash
+
+    return MinHash(PERMUTATIONS, seed=1, hashfunc=int, scheme="affine32")
 
 
 def find_repeats(digests: Digests, signatures: Signatures, similarity: float) -> dict[int, Repeat]:
