@@ -248,7 +248,7 @@ def preview(spec: DataSpec, stages: Sequence[Stage]) -> list[SourceUse]:
 def read_lengths_table(spec: DataSpec, stages: Sequence[Stage]) -> Table:
     """Table of the share of each stage's tokens by the length of their document. Raises as `preview` does."""
     counted = {stage.name: training_data(spec, stage, {}).tokens_by_length() for stage in stages}
-    table = Table(title="tokens by the length of their document")
+    table = Table(title="tokens by document length")
     table.add_column("up to", justify="right")
     for name in counted:
         table.add_column(name, justify="right")
