@@ -10,7 +10,7 @@ LongConversations = Literal["split", "truncate", "drop", "error"]
 
 
 class UpsampleConfig(Section):
-    """Long documents more often than the others. In a list, lengths ascend."""
+    """Long documents more often than the others. In the list, lengths ascend; a single section is a list of one."""
 
     min_length: Length = Field(description="minimum tokens of a document that counts as long")
     factor: float = Field(
@@ -33,7 +33,7 @@ class SourceConfig(Section):
     upsample: Annotated[
         list[UpsampleConfig],
         BeforeValidator(lambda given: given if isinstance(given, list) else [given] * (given is not None)),
-    ] = Field([], description="read long documents more often: a section or a list; the source's weight stays the same")
+    ] = Field([], description="ranges of long documents that are read more often; the source's weight stays the same")
 
     @property
     def length_bins(self) -> list[tuple[int, int | None, float]]:
