@@ -202,7 +202,9 @@ def document_lengths_chart(runs: Sequence[Shown]) -> list[Chart]:
 def tokens_by_length(stage: Record) -> dict[int, float]:
     """Tokens by the upper bound of their document's length, of the record that began a stage; empty without them."""
     found = stage.get("tokens_by_length")
-    bounds = [bound for bound in found if bound.isdecimal() and len(bound) < 16] if isinstance(found, dict) else []
+    if not isinstance(found, dict):
+        return {}
+    bounds = [bound for bound in found if bound.isdecimal() and len(bound) < 16]
     counted = {int(bound): number(found, bound) for bound in sorted(bounds, key=int)}
     return {bound: tokens for bound, tokens in counted.items() if 0 < tokens < math.inf}
 
