@@ -55,7 +55,7 @@ def measure(row: Row, folder: Path, arguments: argparse.Namespace, limit_s: floa
     began = time.monotonic()
     before, host = host_bytes_in_use(), [0]
     result: dict[str, Any] = {"seq_len": row.seq_len, "attention": row.label, "fp8": row.fp8}
-    result |= {"policy": row.policy, "cp": row.cp, "tp": row.tp, "pp": row.pp, "lora": row.lora}
+    result |= {key: getattr(row, key) for key in ("policy", "cp", "tp", "pp", "ep", "lora")}
     result["sequences"] = _sequences(row, arguments)
 
     def records() -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def _command(row: Row, folder: Path, arguments: argparse.Namespace) -> list[str]
         "steps": row.warm + row.steps + 1,
         "sequences": _sequences(row, arguments),
         "micro_batch_size": row.micro or arguments.sequences_per_gpu,
-        **{key: getattr(row, key) for key in ("seq_len", "cp", "tp", "policy", "fp8", "compiled")},
+        **{key: getattr(row, key) for key in ("seq_len", "cp", "tp", "ep", "policy", "fp8", "compiled")},
     }
     file = folder / "torchtitan.json"
     file.write_text(json.dumps(settings))

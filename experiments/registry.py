@@ -20,6 +20,7 @@ from experiments.trailing import Position, Trailing
 from experiments.trained_with import TrainedWith
 from experiments.versions import Versions
 from experiments.why_behind import WhyBehind
+from experiments.with_experts import WithExperts
 from experiments.with_window import WithWindow
 
 FIGURES: dict[str, Figure] = {
@@ -47,6 +48,7 @@ FIGURES: dict[str, Figure] = {
         LongStage(),
         Extrapolation(),
         WithWindow(),
+        WithExperts(),
         ThirdCliffLengths(),
     )
 }

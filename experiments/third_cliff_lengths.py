@@ -1,4 +1,4 @@
-"""F20: F6's sparse loss masks in trajectories of 32K to 128K tokens.
+"""F21: F6's sparse loss masks in trajectories of 32K to 128K tokens.
 
 A trajectory is a document of F6's fine-tuning: what tools return is filler with statements, and each answer of the
 assistant, which alone carries loss, is what was stated first of a key. All lengths have as many answers, so the share
@@ -49,7 +49,7 @@ class ThirdCliffLengths(Figure):
     """Trajectories of 32K to 128K tokens whose answers alone carry loss, by the layers with full attention."""
 
     name = "third-cliff-lengths"
-    title = "F20. Sparse loss masks in long trajectories"
+    title = "F21. Sparse loss masks in long trajectories"
     seeds: ClassVar[tuple[int, ...]] = (0, 1, 2)
     corpus: ClassVar[str] = ""
 

@@ -3,6 +3,7 @@ which the base of adapters also stays; gradients are reduced in float32.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from moba_train.parallel.transfers import (
     gathered_bytes,
 )
 from moba_train.registry import NORMS
-from moba_train.torch_private import dynamo_config
+from moba_train.torch_private import dynamo_config, move_hooks
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
             compile_for_float8(computation.precision)
     if computation.norms != "torch":
         use_norms(model, computation.norms)
-    wrap_blocks(model, compiled, dims.ep)
+    wrap_blocks(model, compiled)
     if dims.tp_mesh is not None:
         apply_tensor_parallel(model, dims.tp_mesh)
         if parallel.tp_overlap:
@@ -175,8 +176,10 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
             group = dims.mesh.get_group(SHARD)
             reduce_scatter = AllToAllReduceScatter(group, gradients, computation.compiled and on_gpu)
 
-    def shard(modules: list[nn.Module], mesh: DeviceMesh) -> None:
+    def shard(block: nn.Module | None, modules: list[nn.Module], mesh: DeviceMesh) -> None:
         fully_shard(modules, mesh=mesh, mp_policy=policy)
+        if block is not None:
+            move_hooks(modules[0], block)
         unit: Any = modules[0]
         # By a profile of 16 layers at 8K on one H200 that pass took 8.6 of 491 ms
         # (benchmarks/results/training-profile-8b-16-layers-h200.json).
@@ -188,10 +191,10 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
         if gather is not None and isinstance(modules[0], Block):  # the ends would need far larger buffers
             unit.set_custom_all_gather(gather)
 
-    for module in registered_modules(model).values():
-        module.parallel.shard(module, dims, shard)
+    for layer, module in registered_modules(model).items():
+        module.parallel.shard(module, dims, partial(shard, model.blocks.get_submodule(str(layer))))
     for modules in units:
-        shard(modules, dims.weight_mesh)
+        shard(None, modules, dims.weight_mesh)
     # FSDP gathers weights in `forward` only, and these methods use weights of the model itself.
     for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)

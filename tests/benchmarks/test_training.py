@@ -214,11 +214,35 @@ def test_torchtitan_gets_the_shape_and_the_tokens_of_our_recipe(tmp_path: Path) 
     inputs, labels = next(ranks[0])
     assert (inputs["input"] + 1 == labels).all()
 
-    shape = torchtitan_peer.model_arguments(model_shape("llama3-8b"))
+    family, shape = torchtitan_peer.model_arguments(model_shape("llama3-8b"))
+    assert family == "llama3"
     base = int(shape["ffn_dim_multiplier"] * int(2 * 4 * shape["dim"] / 3))  # as torchtitan 0.2.2 computes it
     assert shape["multiple_of"] * -(-base // shape["multiple_of"]) == 14336
     with pytest.raises(ValueError, match="tie"):
         torchtitan_peer.model_arguments(model_shape("llama-1b"))
+
+
+def test_experts_and_the_dense_model_of_a_row_have_equal_flops(tmp_path: Path) -> None:
+    arguments = options(tmp_path, model="qwen3-30b-a3b")
+    experts, dense = (
+        training.predict(parse_row(text, Row()), tmp_path, arguments)
+        for text in ("8K:full:ep2", "8K:full:model.moe=null")
+    )
+    assert experts["flops_per_token"] == pytest.approx(dense["flops_per_token"], rel=2e-3)  # the router's
+    assert experts["predicted_gib"] > dense["predicted_gib"]
+    training._command(parse_row("8K:full:ep2", Row()), tmp_path, arguments)
+    assert load_config(tmp_path / "recipe.yaml").parallel.ep == 2
+
+
+def test_torchtitan_gets_the_experts_of_our_recipe() -> None:
+    ours = model_shape("qwen3-30b-a3b")
+    family, shape = torchtitan_peer.model_arguments(ours)
+    assert (family, shape["hidden_dim"], shape["head_dim"], shape["moe_inter_dim"]) == ("qwen3", 6144, 128, 768)
+    experts = shape["moe_args"]
+    assert (experts["num_experts"], experts["top_k"], experts["num_shared_experts"]) == (128, 8, 0)
+    assert "moe_args" not in torchtitan_peer.model_arguments(ours | {"moe": None})[1]
+    with pytest.raises(ValueError, match="clamp"):
+        torchtitan_peer.model_arguments(ours | {"moe": ours["moe"] | {"clamp": 7.0}})
 
 
 def test_adapters_of_a_row_train_on_random_weights(tmp_path: Path) -> None:

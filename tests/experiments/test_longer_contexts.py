@@ -1,4 +1,4 @@
-"""F17, F18 and F20: their smallest forms train, and their claims are judged from losses and needles by length."""
+"""F17, F18 and F21: their smallest forms train, and their claims are judged from losses and needles by length."""
 
 import json
 import math
