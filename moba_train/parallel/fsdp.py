@@ -1,5 +1,5 @@
-"""The model of a run on this rank, sharded by FSDP2: float32 master weights in shards, gathered in the compute dtype, in
-which the base of adapters also stays; gradients are reduced in float32.
+"""The model of a run on this rank, sharded by FSDP2: float32 master weights in shards, gathered in the compute dtype,
+in which the base of adapters also stays; gradients are reduced in float32.
 """
 
 from dataclasses import dataclass
