@@ -11,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,6 +69,15 @@ class ForkedProgram:
             self.kill()
             raise AssertionError(f"it has not ended in {timeout} s: {output[-5000:]}")
         return output, None
+
+
+def run_forked(command: Sequence[str], **_how: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of a command that begins with this Python, whose streams are one: stdout."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = ForkedProgram(command[1:], Path(folder) / "output")
+        output, _ = program.communicate()
+    assert program.returncode is not None
+    return subprocess.CompletedProcess([*command], program.returncode, output)
 
 
 class ForkedRank:
