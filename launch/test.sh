@@ -4,7 +4,7 @@
 #   bash launch/test.sh -m "not slow"           without the slow ones: kills, stalls, interpreted kernels
 #   bash launch/test.sh -m gpu                  only those that need a GPU
 #   bash launch/test.sh tests/run -x            one folder, up to the first failure
-#   bash launch/test.sh -n 0                    in one process; by default three run files side by side where there is no GPU
+#   bash launch/test.sh -n 0                    in one process; without a GPU, three run files side by side by default
 #   bash launch/test.sh -h                      pytest's own options
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 [ "${1:-}" != --help ] || { usage; exit; }
