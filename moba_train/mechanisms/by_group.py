@@ -11,7 +11,7 @@ group, d head width.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -116,6 +116,13 @@ class _PartEngine(Engine):
         return _PartShard(self._engine.shard(layout), self._name)
 
 
+def with_the_rest(named: Mapping[str, tuple[int, ...]], kv_heads: int) -> dict[str, tuple[int, ...]]:
+    """Groups by their kind, those that are not named by `full`."""
+    given = {group for groups in named.values() for group in groups}
+    rest = tuple(group for group in range(kv_heads) if group not in given)
+    return {**named, "full": (*named.get("full", ()), *rest)} if rest else dict(named)
+
+
 class ByGroupKind(AttentionKind):
     """Groups of heads with different kinds; those that no part names have full attention."""
 
@@ -143,14 +150,12 @@ class ByGroupKind(AttentionKind):
 
         def complete(self, kv_heads: int) -> list[Part]:
             """The parts with `mode`, and the groups that none names, which have full attention."""
-            named = {group for part in self.parts for group in part.groups}
-            rest = [group for group in range(kv_heads) if group not in named]
-            found = [part.model_copy(update={"options": self._in_mode(part.options)}) for part in self.parts]
-            full = next((part for part in found if part.kind == "full"), None)
-            if full is not None and rest:
-                found.remove(full)
-                rest = sorted([*full.groups, *rest])
-            return found + ([Part(kind="full", groups=tuple(rest))] if rest else [])
+            options = {part.kind: self._in_mode(part.options) for part in self.parts}
+            named = {part.kind: part.groups for part in self.parts}
+            return [
+                Part(kind=kind, groups=groups, options=options.get(kind, {}))
+                for kind, groups in with_the_rest(named, kv_heads).items()
+            ]
 
         def _in_mode(self, options: Section) -> Section:
             if self.mode is None or "mode" not in type(options).model_fields:
@@ -163,6 +168,7 @@ class ByGroupKind(AttentionKind):
         self.by_group = options
         self.attentions = ()
         # Full attention is there in any case: how many groups the layer has is not known here.
+        self._named = {part.kind: part.groups for part in options.parts}
         self._kinds = {part.kind: _kind_of(part, head_dim) for part in options.complete(0)}
         self._kinds.setdefault("full", ATTENTION_KINDS["full"](ATTENTION_KINDS["full"].Options(), head_dim))
         facts = [kind.facts for kind in self._kinds.values()]
@@ -213,19 +219,19 @@ class ByGroupKind(AttentionKind):
         outputs = []
         losses = []
         order: list[int] = []
-        for part in self.by_group.complete(kv_heads):
-            groups = list(part.groups)
+        for kind, numbers in with_the_rest(self._named, kv_heads).items():
+            groups = list(numbers)
             q_TGd = layer.q_THd.unflatten(1, (kv_heads, -1))[:, groups].flatten(1, 2)
             smaller = layer._replace(
                 q_THd=q_TGd,
                 k_TKd=layer.k_TKd[:, groups],
                 v_TKd=layer.v_TKd[:, groups],
-                engine=_PartEngine(layer.engine, part.kind),
+                engine=_PartEngine(layer.engine, kind),
                 sink=(),
             )
             assert parameters is None or isinstance(parameters, nn.ModuleDict)
-            own = parameters[part.kind] if parameters is not None and part.kind in parameters else None
-            out_TGd, loss_T = self._kinds[part.kind].mix(smaller, own)
+            own = parameters[kind] if parameters is not None and kind in parameters else None
+            out_TGd, loss_T = self._kinds[kind].mix(smaller, own)
             outputs.append(out_TGd.unflatten(1, (len(groups), -1)))
             losses += [] if loss_T is None else [loss_T]
             order += groups
