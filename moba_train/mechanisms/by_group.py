@@ -37,7 +37,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.registry import ATTENTION_KINDS
 
 
-def _able(kind: Any) -> bool:
+def can_be_part(kind: Any) -> bool:
     """True for kinds that attend by softmax to keys: full attention, windows, and what selects blocks."""
     fields = kind.Options.model_fields
     return kind.name in ("full", "window") or {"block_size", "topk"} <= fields.keys()
@@ -58,8 +58,8 @@ class Part(Section):
         if not isinstance(given, dict) or not isinstance(name := given.get("kind"), str):
             return given
         kind = ATTENTION_KINDS.get(name)
-        if kind is None or not _able(kind):
-            allowed = [other for other, one in ATTENTION_KINDS.usable().items() if _able(one)]
+        if kind is None or not can_be_part(kind):
+            allowed = [other for other, one in ATTENTION_KINDS.usable().items() if can_be_part(one)]
             raise ValueError(f"kind: given {name}; allowed: {', '.join(allowed)}")
         options = given.get("options", {})
         if not isinstance(options, Section):
@@ -289,4 +289,3 @@ def _part_model(model: ModelConfig, part: Part) -> ModelConfig:
     groups = len(part.groups)
     sizes = {"heads": groups * (model.heads // model.kv_heads), "kv_heads": groups, "head_dim": model.head_width}
     return model.model_copy(update=sizes)
-
