@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, SerializeAsAny, WithJsonSchema, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 from torch import Tensor, nn
 
 from moba_train.attention.engine import Engine
@@ -48,13 +48,12 @@ class Part(Section):
 
     groups: tuple[int, ...] = Field(min_length=1, description="groups, that is key/value heads, counted from 0")
     kind: str = Field(description="their attention kind")
-    options: Annotated[SerializeAsAny[Section], WithJsonSchema({"type": "object"})] = Field(
-        Section(), description="options of that kind"
-    )
+    options: Annotated[Any, WithJsonSchema({"type": "object"})] = Field({}, description="options of that kind")
 
     @model_validator(mode="before")
     @classmethod
     def _with_options(cls, given: Any) -> Any:
+        """The part whose options are the kind's section."""
         if not isinstance(given, dict) or not isinstance(name := given.get("kind"), str):
             return given
         kind = ATTENTION_KINDS.get(name)
@@ -214,7 +213,7 @@ class ByGroupKind(AttentionKind):
         return values
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-        """The outputs of the parts, each in the place of its heads; the sum of their auxiliary losses."""
+        """The outputs of the parts, each where its heads are; the sum of their auxiliary losses."""
         kv_heads = layer.k_TKd.shape[1]
         outputs = []
         losses = []

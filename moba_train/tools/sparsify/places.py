@@ -66,7 +66,7 @@ def _use(devices: str) -> None:
 
 @contextmanager
 def places(jobs: int, gpus: int) -> Iterator[list[Place]]:
-    """Places for so many steps at a time, of `gpus` GPUs each. Raises UserError when there are too few GPUs; without
+    """Places for this number of steps at a time, of `gpus` GPUs each. Raises UserError when there are too few GPUs; without
     any, all share the CPU."""
     if jobs == 1:
         yield [Here()]
