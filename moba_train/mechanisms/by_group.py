@@ -139,12 +139,10 @@ class ByGroupKind(AttentionKind):
 
         @model_validator(mode="after")
         def _each_once(self) -> Self:
-            for what, values in (
-                ("kind", [part.kind for part in self.parts]),
-                ("group", [group for part in self.parts for group in part.groups]),
-            ):
+            groups = [str(group) for part in self.parts for group in part.groups]
+            for what, values in (("kind", [part.kind for part in self.parts]), ("group", groups)):
                 if twice := {value for value in values if values.count(value) > 1}:
-                    raise ValueError(f"parts: given {what} {min(map(str, twice))} more than once; allowed: once")
+                    raise ValueError(f"parts: given {what} {min(twice)} more than once; allowed: once")
             return self
 
         def complete(self, kv_heads: int) -> list[Part]:

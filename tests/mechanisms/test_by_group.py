@@ -63,10 +63,10 @@ def apart(layer: Layer) -> list[Tensor]:
 @each
 def test_each_part_is_its_kind_on_a_smaller_layer(options: dict[str, Any]) -> None:
     layer = make_layer("by_group", options, LENGTHS, model=WIDE)
-    for got, want in zip(results(layer), results(layer, apart), strict=True):
-        pairs = zip(got.values(), want.values(), strict=True) if isinstance(got, dict) else zip(got, want, strict=True)  # type: ignore[union-attr]
-        for mine, other in pairs:
-            torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    pairs = (results(layer), results(layer, apart))
+    got, want = ([*outputs, *gradients, *parameters.values()] for outputs, gradients, parameters in pairs)
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
 
 @each
