@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from benchmarks import sparsify_ablations
+from benchmarks import oracle_split, sparsify_ablations, sparsify_tables
 from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
 from moba_train.config.mesh import WorldSize
@@ -121,6 +121,29 @@ def test_the_report_has_every_table_and_the_commands(made: Path) -> None:
     assert "is not met, on fewer than three seeds" in page
     assert "moba-train train out/recipes/sparse.yaml seed=1" in page
     assert "trust_remote_code=True" in page
+
+
+def test_programs_print_the_tables_and_draw_the_split(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call_program(main: Callable[[], None], *given: str) -> tuple[str, list[dict[str, Any]]]:
+        monkeypatch.setattr("sys.argv", ["program", *given, "--output", str(tmp_path / "result.json")])
+        main()
+        results: list[dict[str, Any]] = json.loads((tmp_path / "result.json").read_text())["results"]
+        return capsys.readouterr().out, results
+
+    printed, (summary,) = call_program(sparsify_tables.main, str(made / "summary.json"))
+    assert "is not met, on fewer than three seeds" in printed
+    assert f"| sparse | {summary['arms']['sparse'][0]['trailing']:.4f} | " in printed
+    files = {"before": made / "oracle", "sparse": made / "evaluation" / "sparse-1"}
+    named = [f"{name}={folder / 'evaluation.json'}" for name, folder in files.items()]
+    printed, rows = call_program(oracle_split.main, *named, "--plot", str(tmp_path / "split.svg"))
+    assert [row["model"] for row in rows] == ["before", "before", "sparse"]
+    assert rows[0]["loss"]["weights"] is None
+    errors = json.loads((made / "evaluation" / "sparse-1" / "evaluation.json").read_text())["oracle"]
+    assert rows[2]["loss"] == errors["budgets"][0]["loss"] | {"weights": errors["weights"]["loss"]}
+    assert printed.count("| 16/4 group, first + previous | 64 |") == 2
+    assert "nats above full attention" in (tmp_path / "split.svg").read_text()
 
 
 @pytest.mark.parametrize("group", [False, True])
