@@ -22,10 +22,14 @@ Modules = Mapping[int, Any]
 """The `MixtureOfExperts` of this rank by layer. Unnamed here, as it names this module."""
 
 
-def enter(modules: Modules, options: MoeOptions, dims: ParallelDims, sizes: MeshSizes) -> None:
-    """Begin a stage of these sizes."""
+def enter(
+    modules: Modules, options: MoeOptions, dims: ParallelDims, sizes: MeshSizes, sequence_T: Tensor, sequences: int
+) -> None:
+    """Begin a stage of these sizes. sequence: that of each of this rank's tokens, among the `sequences` of a
+    micro-batch."""
     stage = dims.for_stage(sizes)
-    balance = Balance(options, counting_groups(options, dims, stage), sizes.tp, stage.tp_rank)
+    balance = Balance(options, counting_groups(options, dims, stage), sizes.tp, stage.tp_rank, sequences)
+    balance.sequence_T = sequence_T
     for module in modules.values():
         module.balance = balance
 
