@@ -7,6 +7,7 @@ LENGTH:ATTENTION, then options in any order:
     fp8 | fp8-rowwise                   linear layers in FP8
     cpN, tpN, ppN, epN                  GPUs that share a sequence; each layer; the layers out; the experts of a layer
     microN, batchN                      sequences of a pass on a rank; sequences of a step on all GPUs
+    loraN                               adapters of rank N in all linear layers are trained, on a base of random weights
     warmN, stepsN                       steps that are left out of the numbers; steps that are measured
     eager                               blocks are not compiled
     packed                              documents of 4K to 64K tokens; else one that is longer than the sequences
@@ -27,7 +28,7 @@ from benchmarks.trainer_run import recipe
 Float8 = Literal["off", "tensorwise", "rowwise"]
 POLICIES = ("none", "selective", "full", "budget")
 _MOBA = re.compile(r"moba-([0-9]+K?)-([0-9]+)(?:-last([0-9]+))?")
-_SIZE = re.compile(r"(cp|tp|pp|ep|micro|batch|warm|steps)([1-9][0-9]*)")
+_SIZE = re.compile(r"(cp|tp|pp|ep|micro|batch|lora|warm|steps)([1-9][0-9]*)")
 _WORDS: dict[str, dict[str, Any]] = {
     **{policy: {"policy": policy} for policy in POLICIES},
     "offload": {"offload": True},
@@ -58,6 +59,8 @@ class Row:
     """Sequences of a pass on one rank; None: as many as a GPU has in a step."""
     batch: int | None = None
     """Sequences of a step; None: as many as all GPUs have in a step."""
+    lora: int = 0
+    """Rank of LoRA adapters; 0: all weights are trained."""
     warm: int = 4
     """First steps, left out of all numbers."""
     steps: int = 6
@@ -90,7 +93,9 @@ class Row:
         self, model: str, corpus: Path, run_dir: Path, gpus: int, per_gpu: int, layers: int | None = None
     ) -> dict[str, Any]:
         """The recipe for a model of configs/models, without checkpoints; `layers`: of a smaller model. It is one step
-        longer than what is measured: the run is killed before its end."""
+        longer than what is measured: the run is killed before its end. Beside `run_dir`, the folder `base` is the
+        base of adapters (`random_base.write_base`)."""
+        adapters = {"init_from": str(run_dir.with_name("base")), "adapters": {"lora": {"r": self.lora}}}
         return recipe(
             model,
             corpus,
@@ -107,6 +112,7 @@ class Row:
             checkpoint={"every": None},
             **({"activation_offload": True} if self.offload else {}),
             **({"model": {"layers": layers}} if layers else {}),
+            **(adapters if self.lora else {}),
         )
 
 
@@ -135,13 +141,13 @@ def parse_row(text: str, defaults: Row) -> Row:
         else:
             raise ValueError(
                 f"{text!r}: option {option!r}; allowed: {', '.join(_WORDS)}, cpN, tpN, ppN, epN, microN, batchN, "
-                "warmN, stepsN, key.path=value"
+                "loraN, warmN, stepsN, key.path=value"
             )
     if row.by_torchtitan and (
-        row.documents != "long" or row.offload or row.overrides or row.policy == "budget" or row.pp > 1
+        row.documents != "long" or row.offload or row.overrides or row.policy == "budget" or row.pp > 1 or row.lora
     ):
         raise ValueError(
-            f"{text!r}: torchtitan takes one long document and none of offload, budget, ppN, key.path=value"
+            f"{text!r}: torchtitan takes one long document and none of offload, budget, ppN, loraN, key.path=value"
         )
     return row
 

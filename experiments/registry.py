@@ -15,6 +15,7 @@ from experiments.scaling import Scaling
 from experiments.settings import Settings
 from experiments.short_first import ShortFirst
 from experiments.third_cliff import ThirdCliff, ThirdCliffSmallerBlocks
+from experiments.third_cliff_lengths import ThirdCliffLengths
 from experiments.trailing import Position, Trailing
 from experiments.trained_with import TrainedWith
 from experiments.versions import Versions
@@ -48,6 +49,7 @@ FIGURES: dict[str, Figure] = {
         Extrapolation(),
         WithWindow(),
         WithExperts(),
+        ThirdCliffLengths(),
     )
 }
 

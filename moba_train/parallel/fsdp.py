@@ -1,5 +1,5 @@
-"""The model of a run on this rank, sharded by FSDP2: float32 master weights in shards, gathered in the compute dtype;
-gradients are reduced in float32.
+"""The model of a run on this rank, sharded by FSDP2: float32 master weights in shards, gathered in the compute dtype,
+in which the base of adapters also stays; gradients are reduced in float32.
 """
 
 from dataclasses import dataclass
@@ -106,10 +106,8 @@ def compute_dtype(precision: PrecisionConfig, device: str | None) -> torch.dtype
 
     device: "cuda" or "cpu"; None: not known, taken for a GPU.
     """
-    compute = precision.compute
-    if compute == "auto":
-        compute = "fp32" if device == "cpu" else "bf16"
-    return torch.bfloat16 if compute == "bf16" else torch.float32
+    is_bf16 = device != "cpu" if precision.compute == "auto" else precision.compute == "bf16"
+    return torch.bfloat16 if is_bf16 else torch.float32
 
 
 def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDims, seed: int) -> Transformer:
@@ -152,9 +150,10 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
     # Behind sharding, so that only this rank's parts are ever allocated.
     model.to_empty(device=device)
     initialize_weights(model, seed)
+    if model.adapters is not None:
+        model.adapters.dtype = computation.dtype
     wide = torch.promote_types(computation.dtype, torch.float32)
-    tp_rank = coordinates(dims.sizes, dims.world.rank).tp
-    model.largest_lse = LargestLse(model, dims.sizes.tp, tp_rank, wide, device)
+    model.largest_lse = LargestLse(model, dims.sizes.tp, coordinates(dims.sizes, dims.world.rank).tp, wide, device)
     return model
 
 
@@ -174,8 +173,8 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
         if parallel.fsdp_copy_engines and on_gpu:
             gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype, gradients, computation.compiled)
         elif parallel.gradient_transport == "all_to_all":
-            compiled = computation.compiled and on_gpu
-            reduce_scatter = AllToAllReduceScatter(dims.mesh.get_group(SHARD), gradients, compiled)
+            group = dims.mesh.get_group(SHARD)
+            reduce_scatter = AllToAllReduceScatter(group, gradients, computation.compiled and on_gpu)
 
     def shard(block: nn.Module | None, modules: list[nn.Module], mesh: DeviceMesh) -> None:
         fully_shard(modules, mesh=mesh, mp_policy=policy)
@@ -232,6 +231,5 @@ def _copy_engine_transfers(
 def _pipeline_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDims) -> PipelineModel:
     """This rank's parts of the model."""
     parts = tuple(model_parts(setup.parts))
-    dtype = setup.computation.dtype
-    place = PipelinePlace(dims.pipeline_group, parts, parallel.pp_schedule, dtype, dims.sizes.tp)
+    place = PipelinePlace(dims.pipeline_group, parts, parallel.pp_schedule, setup.computation.dtype, dims.sizes.tp)
     return PipelineModel(setup.shape, kind_parameters(setup.shape, setup.spec.kinds), place)

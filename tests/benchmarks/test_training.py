@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import torchtitan_peer, trainer_run, training, training_plot
-from benchmarks.trainer_run import model_shape, run_until
+from benchmarks import random_base, torchtitan_peer, trainer_run, training, training_plot
+from benchmarks.random_base import write_base
+from benchmarks.trainer_run import model_shape, run_until, write_corpus
 from benchmarks.training_rows import Row, parse_row
 from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
 from moba_train.memory.activations import FILLED
 from moba_train.memory.devices import Gpu
+from moba_train.telemetry.jsonl import read_records
 from tests.resolved import check, stages_of
 
 BEGAN = datetime(2026, 11, 26, 15, 30).timestamp()
@@ -37,11 +40,13 @@ def options(tmp_path: Path, **other: Any) -> argparse.Namespace:
         ("8K:full:micro2:batch4", {"micro_batch_size": 2, "batch_tokens": 32768}),
         ("128K:moba-512-8:full:cp2", {"batch_tokens": 131072}),
         ("8K:full:tp2:optim.lr=0.5", {"batch_tokens": 16384}),
+        ("8K:full:lora4", {"batch_tokens": 16384}),
     ],
 )
 def test_a_row_is_a_valid_recipe_that_says_what_the_row_says(text: str, keys: dict[str, Any], tmp_path: Path) -> None:
     row = parse_row(text, Row())
     arguments = options(tmp_path)
+    write_base(tmp_path / "base", model_shape("tiny") | {"layers": 2})
     command = training._command(row, tmp_path, arguments)
     config = load_config(tmp_path / "recipe.yaml", list(row.overrides))
     check(config, 2)
@@ -51,6 +56,7 @@ def test_a_row_is_a_valid_recipe_that_says_what_the_row_says(text: str, keys: di
     assert (stage.seq_len, config.parallel.cp, config.parallel.tp) == (row.seq_len, row.cp, row.tp)
     assert config.checkpoint.every is None
     assert (config.optim.lr == 0.5) == ("optim.lr=0.5" in text)
+    assert (config.adapters.given is not None) == ("benchmarks.random_base" in command) == ("lora4" in text)
 
 
 def test_attention_of_a_row(tmp_path: Path) -> None:
@@ -85,7 +91,7 @@ def test_defaults_that_torchtitan_does_not_take_are_those_of_our_rows_alone() ->
     assert (ours.policy, ours.pp) == ("budget", 2)
     assert (theirs.policy, theirs.pp, theirs.tp, theirs.fp8, theirs.steps) == ("none", 1, 2, "rowwise", 9)
     assert parse_row("8K:torchtitan", Row(policy="full")).policy == "full"
-    for option in ("budget", "pp2", "offload", "optim.lr=0.5"):
+    for option in ("budget", "pp2", "offload", "lora4", "optim.lr=0.5"):
         with pytest.raises(ValueError, match=f"'8K:torchtitan:{option}': torchtitan takes"):
             parse_row(f"8K:torchtitan:{option}", Row())
 
@@ -237,6 +243,19 @@ def test_torchtitan_gets_the_experts_of_our_recipe() -> None:
     assert "moe_args" not in torchtitan_peer.model_arguments(ours | {"moe": None})[1]
     with pytest.raises(ValueError, match="clamp"):
         torchtitan_peer.model_arguments(ours | {"moe": ours["moe"] | {"clamp": 7.0}})
+
+
+def test_adapters_of_a_row_train_on_random_weights(tmp_path: Path) -> None:
+    """In miniature, by the program and the recipe of the row."""
+    arguments = options(tmp_path, gpus=1)
+    row = parse_row("1K:moba-64-3:full:lora4:warm1:steps1:precision.compute=bf16:compile=false", Row())
+    vocabulary = model_shape("tiny")["vocab_size"]
+    write_corpus(tmp_path / "long", 4096, vocabulary, "long")
+    write_base(tmp_path / "base", training._shape(arguments))
+    command = training._command(row, tmp_path, arguments)
+    assert random_base.train(command[command.index("benchmarks.random_base") + 1 :]) == 0
+    losses = [record["loss"] for record in read_records(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
+    assert losses == pytest.approx([math.log(vocabulary)] * 3, rel=0.05)
 
 
 def test_the_plot_has_the_fastest_row_of_each_length() -> None:
