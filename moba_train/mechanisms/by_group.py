@@ -283,4 +283,3 @@ def _part_model(model: ModelConfig, part: Part) -> ModelConfig:
     groups = len(part.groups)
     sizes = {"heads": groups * (model.heads // model.kv_heads), "kv_heads": groups, "head_dim": model.head_width}
     return model.model_copy(update=sizes)
-

@@ -4,9 +4,6 @@ runs its attention."""
 import dataclasses
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch
@@ -68,13 +65,6 @@ class DataShard:
         if not self.computes_loss:  # its weights stay: auxiliary losses of the layers here are weighted by them
             batch = dataclasses.replace(batch, loss_weight_sum=0.0, loss_tokens=0)
         return batch
-
-    def sequence_of_tokens(self, stage: Stage) -> Tensor:
-        """Number in its micro-batch of the sequence of each of this rank's tokens, int64 [T]."""
-        sequence_T = torch.arange(stage.micro_batch_size).repeat_interleave(stage.seq_len)
-        if self.engine is None:
-            return sequence_T
-        return self.engine.sequence(len(sequence_T)).shard(sequence_T, self.engine.rank)
 
     def _own_rows(self, batch: Batch) -> Batch:
         """The batch with the loss of this rank's rows."""

@@ -60,9 +60,8 @@ class Learner:
         set_trainable(self.model, stage.trainable)
         self.data_shard = self._engines.data_shard(layout.mesh, layout.strategy)
         self.model.set_engines([self.engine] * shape.layers)
-        sequence_T = self.data_shard.sequence_of_tokens(stage).to(self._device)
         for steps, options, modules in each_kind(self.model):
-            steps.enter(modules, options, self._dims, layout.mesh, sequence_T, stage.micro_batch_size)
+            steps.enter(modules, options, self._dims, layout.mesh, stage, self.data_shard)
         set_activations(self.model, layout.activations.layers, self._device)
 
     def accumulate(self, batches: Sequence[Batch], loss_weight: float, step: int) -> StepLosses:

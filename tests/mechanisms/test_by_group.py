@@ -117,6 +117,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     assert problems([SPARSE | {"groups": [2]}]) == [
         "parts: given group 2 in layer 3; allowed: 0 to 1, the key/value heads"
     ]
-    assert problems([SPARSE | {"groups": [1]}], tp=2) == ["parts: given in layer 3 with parallel.tp 2; allowed: with tp 1"]
+    assert problems([SPARSE | {"groups": [1]}], tp=2) == [
+        "parts: given in layer 3 with parallel.tp 2; allowed: with tp 1"
+    ]
     long = [{"kind": "moba", "groups": [1], "options": {"block_size": 128, "topk": 3}}]
     assert problems(long)[0].startswith("parts (moba): block_size: given 128 in layer 3")

@@ -166,7 +166,7 @@ def worker(cases: list[Case], output: str) -> None:
             model = sharded_of(config, dims)
             shard = shard_of(config, stage, dims)
             for steps, section, modules in each_kind(model):
-                steps.enter(modules, section, dims, sizes, shard.sequence_of_tokens(stage), stage.micro_batch_size)
+                steps.enter(modules, section, dims, sizes, stage, shard)
             set_activations(model, kept_by(options), world.device)
             if options.get("compiled_loss"):
                 model.chunk_loss = CompiledChunkLoss(backend="aot_eager")
