@@ -69,6 +69,12 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
         {"kind": "qsa", "block_size": 4, "topk": 9},
         {"kind": "qsa", "mode": "warmup", "block_size": 4},
     ],
+    "indexer": [
+        {"kind": "indexer", "block_size": 4, "topk": 9, "local_blocks": 2, "index_dim": 8},
+        {"kind": "indexer", "block_size": 4, "topk": 12, "first_blocks": 2, "local_blocks": 3, "index_dim": 8}
+        | {"index_heads": 3, "coarse": {"block_size": 16, "blocks": 4}},
+        {"kind": "indexer", "block_size": 1, "topk": 40, "local_blocks": 4, "index_dim": 4, "top_p": 0.7},
+    ],
     "nsa": [
         {"kind": "nsa", **{"compressed_block": 8, "stride": 4, "block_size": 16, "topk": 4, "local": 2, "window": 20}},
         {"kind": "nsa", **{"compressed_block": 8, "stride": 8, "block_size": 8, "topk": 5, "window": 16}}
@@ -86,6 +92,11 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
         {"kind": "window", "window": 32},
         {"kind": "full"},
     ],
+    "experts": [
+        {"kind": "moba", "block_size": 16, "topk": 3},
+        {"kind": "indexer", "mode": "warmup", "block_size": 4},
+        {"kind": "moba", "block_size": 8, "topk": 4, "select": "group"},
+    ],
 }
 """Attention of each model, whose shape is that family's or in `SHAPES`."""
 SIZES = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "layers": 3, "heads": 6, "kv_heads": 2}
@@ -97,6 +108,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "centered_norms": True,
         "rope": {"overrides": {1: {"theta": 500.0}, 2: YARN}},
     },
+    "indexer": {"qk_norm": True, "moe": {"experts": 5, "active": 2, "intermediate_size": 16}},
     "seer": {"norms": "both", "centered_norms": True, "activation": "gelu_tanh", "qk_norm": True, "head_dim": 16},
     "nsa": {"qk_norm": True, "qkv_bias": True},
     "states": {"gate_layers": [0, 2], "output_gate": "head", "tie_embeddings": True},
@@ -106,9 +118,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "gate_layers": "last:2",
         "rope": {"fraction": 0.5, "overrides": {"every:2": {"kind": "nope"}}},
         **{"embedding_scale": 3.0, "attention_scale": 0.5, "residual_scale": 0.7, "logits_divisor": 2.0},
+        **{"qkv_bias": True, "o_bias": True, "logits_cap": 4.0},
+        "moe": {"experts": 6, "active": 3, "intermediate_size": 12, "bias": True, "clamp": 1.5},
+    },
+    "experts": {
+        "moe": {
+            **{"experts": 8, "active": 3, "intermediate_size": 12, "shared": 2, "shared_gate": True, "layers": [0, 2]},
+            "router": {"score": "sigmoid", "scale": 2.5, "groups": 4, "active_groups": 2, "balance": "bias"},
+        },
     },
 }
-PARAMETRIC = ("msa", "qsa", "nsa", "seer", "lightning", "gdn", "kda")
+PARAMETRIC = ("msa", "qsa", "indexer", "nsa", "seer", "lightning", "gdn", "kda")
 CUT = [name for name in LAYERS_OF if name != "states"]
 """Models whose cache can be cut."""
 AS_TRAINED = [name for name in LAYERS_OF if name != "seer"]
@@ -150,6 +170,9 @@ def save_model(folder: Path, shape: dict[str, Any], layers: list[dict[str, Any]]
     torch.manual_seed(3)
     for parameter in model.parameters():
         parameter.data = 0.3 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("feed_forward.bias"):
+            buffer.normal_(std=0.2)
     if (folder / "hf").exists():
         load_hf_weights(model, folder / "hf")
     with joined_world():
