@@ -335,7 +335,7 @@ def _reader(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoi
         ours = name.removeprefix("model.")
         is_buffer = ours != name and ours not in shapes and not kind_of_parameter(ours)
         if is_buffer and reader.read(name).any():  # as the biases of the choice of experts
-            problems.append(f"{ours} is not zero, and no Hugging Face architecture has it")
+            problems.append(f"{ours} is not zero, and ordinary models lack it; add --with-code")
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems[:20])}; use another checkpoint")
     return reader

@@ -95,7 +95,8 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
     "experts": [
         {"kind": "moba", "block_size": 16, "topk": 3},
         {"kind": "indexer", "mode": "warmup", "block_size": 4},
-        {"kind": "moba", "block_size": 8, "topk": 4, "select": "group"},
+        {"kind": "moba_window", "block_size": 8, "topk": 4, "always": ["current", "first"], "window": 24}
+        | {"key_conv": 3},
     ],
 }
 """Attention of each model, whose shape is that family's or in `SHAPES`."""
@@ -401,19 +402,25 @@ def test_the_lists_of_the_exporter_are_those_of_the_code() -> None:
 
 
 def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture of experts is one that only the code runs; its code knows all keys of the section."""
+    from moba_train.tools.convert.remote_code import experts_moba_train
+
     monkeypatch.setitem(LAYERS, "window", frozenset({"window"}))
     (problem,) = code_problems([WindowKind(WindowKind.Options(window=8, sinks=2), 8)], [])
     assert problem.startswith("option 'sinks' of kind 'window' is unknown")
     save_run(tmp_path, "qwen2", [{"kind": "moba_v05", "block_size": 16, "topk": 3}])
     saved = open_checkpoint(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="kind 'moba_v05' is not one of full, window, moba, msa, qsa"):
+    with pytest.raises(CheckpointError, match="kind 'moba_v05' is not one of full, window, moba, moba_window, msa"):
         export_to_hf(saved, tmp_path / "out", torch.float32, shard_bytes=40_000, with_code=True)
     assert not (tmp_path / "out").exists()
     model = saved.config.model.model_copy(update={"residual_scale": 0.5})
     assert hf_config(model, model.rope, 256, "float32", families=code_families(False))["model_type"] == "moba_train"
     moe = ModelConfig.model_validate(model.model_dump() | {"moe": {"experts": 4, "active": 2, "intermediate_size": 16}})
-    with pytest.raises(CheckpointError, match=r"model\.moe\.active.*: no Hugging Face architecture has"):
-        hf_config(moe, moe.rope, 256, "float32", families=code_families(False))
+    contents = hf_config(moe, moe.rope, 256, "float32", families=code_families(False))
+    experts = contents["moba"]["model"]["moe"]
+    assert (contents["model_type"], experts["layers"]) == ("moba_train", [*range(model.layers)])
+    assert experts.keys() == experts_moba_train.KEYS
+    assert experts["router"].keys() == experts_moba_train.ROUTER
 
 
 @pytest.mark.parametrize("residual_scale", [1.0, 0.5])

@@ -4,6 +4,7 @@
 - `window`: the last tokens before, and the first ones of the text (`sinks`).
 - `moba`: Mixture of Block Attention (Lu et al. 2025, arXiv:2502.13189): the query's own block and the earlier blocks
   whose mean keys fit it best; with `key_conv`, of convolved keys (FlashMoBA, Xiao et al. 2025, arXiv:2511.11571).
+- `moba_window`: this, and the blocks of a window before the own one.
 
 Kinds that select by other scores are in selectors_moba_train.py, kinds with a state in linear_moba_train.py. A kind is
 a module with its own parameters, or without any. Blocks are counted from each text's first token.
@@ -439,14 +440,23 @@ class Moba(Kind):
     def forward(self, call: Call) -> Tensor:
         options = self.options
         always = frozenset(options.get("always", []))
-        choose = choose_by_means(call, options["block_size"], options["topk"], options.get("select") == "group", always)
         block_size = options["block_size"]
+        local = 1 + options.get("window", 0) // block_size
+        choose = choose_by_means(call, block_size, options["topk"], options.get("select") == "group", always, local)
         return attend_to_blocks(call, choose, block_size, width=call.k.shape[2] // block_size)
 
 
-def choose_by_means(call: Call, block_size: int, topk: int, group: bool, always: frozenset[str]) -> Choose:
-    """MoBA's gate: the query's own block, and `topk` - 1 of those before, first the ones that `always` names. group:
-    the heads of a key/value head choose together."""
+class MobaWindow(Moba):
+    """Kind `moba_window`."""
+
+    OPTIONS = Moba.OPTIONS | {"window"}
+
+
+def choose_by_means(
+    call: Call, block_size: int, topk: int, group: bool, always: frozenset[str], local: int = 1
+) -> Choose:
+    """MoBA's gate: the last `local` blocks up to the query's own, and `topk` - 1 of those before, first the ones that
+    `always` names. group: the heads of a key/value head choose together."""
     dtype = wide(call.q.dtype)
     pooled_BKdN = call.store.mean_keys(call, block_size).to(dtype).transpose(2, 3)
     limits = torch.finfo(dtype)
@@ -460,6 +470,7 @@ def choose_by_means(call: Call, block_size: int, topk: int, group: bool, always:
         own_t1 = positions_t1 // block_size
         forced = {"current": ids_N == own_t1, "previous": ids_N == own_t1 - 1, "first": ids_N == 0}
         always_tN = functools.reduce(torch.logical_or, (forced[name] for name in {"current", *always}))
-        return best_blocks(scores_BHtN, ids_N < own_t1, topk - 1, always_tN) | (ids_N == own_t1)
+        local_tN = (own_t1 - local < ids_N) & (ids_N <= own_t1)
+        return best_blocks(scores_BHtN, ids_N <= own_t1 - local, topk - 1, always_tN) | local_tN
 
     return choose

@@ -3,8 +3,8 @@
 A router in float32 chooses some experts for each token, whose results are added with weights; shared experts serve all
 tokens. Losses that balance the load while a model is trained are not computed.
 
-Shape suffixes: T tokens, D hidden size, E experts, k experts of a token, n = T k choices, I width of an expert, G groups
-of experts, e experts of a group.
+Shape suffixes: B texts, T tokens, D hidden size, E experts, k experts of a token, n = T k choices, r rows of an expert,
+I its width, G groups of experts, e experts of a group, A and B columns in and out.
 """
 
 from typing import Any

@@ -27,14 +27,22 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .attention_moba_train import Call, Kind, Moba, New, Rotary, Window, load_kernels, norm_of, shape_of
+from .attention_moba_train import Call, Kind, Moba, MobaWindow, New, Rotary, Window, load_kernels, norm_of, shape_of
 from .cache_moba_train import BlockCacheLayer, Kept, StaticBlockCacheLayer, Text, Texts
 from .experts_moba_train import MixtureOfExperts
 from .linear_moba_train import KINDS as LINEAR
 from .nsa_moba_train import KINDS as NSA
 from .selectors_moba_train import KINDS as SELECTORS
 
-KINDS: dict[str, type[Kind]] = {"full": Kind, "window": Window, "moba": Moba, **SELECTORS, **NSA, **LINEAR}
+KINDS: dict[str, type[Kind]] = {
+    "full": Kind,
+    "window": Window,
+    "moba": Moba,
+    "moba_window": MobaWindow,
+    **SELECTORS,
+    **NSA,
+    **LINEAR,
+}
 ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "fraction"})
 """Keys of a rotary embedding."""
 ROPES = ("none", "abf", "pi", "yarn", "llama3", "nope")

@@ -2,8 +2,8 @@
 
 - `msa`: MiniMax Sparse Attention (arXiv:2606.13392): the blocks whose best tokens an index branch scores highest.
 - `qsa`, after Qwen's sparse attention: entries of a few tokens, by the mean of their index keys.
-- `indexer`, after DeepSeek Sparse Attention (arXiv:2512.02556): as `qsa`, with first and last blocks and, of the others,
-  a fixed number or a share of the scores; several index queries with weights; and a search inside of MoBA's blocks.
+- `indexer`, after DeepSeek Sparse Attention (arXiv:2512.02556): as `qsa`, with first and last blocks and, of the
+  others, a fixed number or a share of the scores; several index queries with weights; a search inside of MoBA's blocks.
 - `seer`: SeerAttention (Gao et al. 2024, arXiv:2410.13276): all queries of a block share the blocks that a gate on
   pooled queries and keys selects.
 - `infllm_v2` (Zhao et al. 2025, arXiv:2509.24663): the first blocks, those next to the query, and the blocks with the
