@@ -276,15 +276,27 @@ def test_eval_and_generate_read_the_folder(exported: Exported) -> None:
     torch.testing.assert_close(logits(load_on_this_machine(saved), PROMPTS[0]), expected, rtol=0, atol=1e-4)
 
 
-def loaded_here(folder: Path) -> Any:
-    """The model of an export in float64, by the package's own copy of the code."""
+def loaded_here(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """The model of an export, by the package's own copy of the code."""
     from transformers import AutoConfig
 
     from moba_train.tools.convert.remote_code import modeling_moba_train
 
     own = json.loads((folder / "config.json").read_text())["model_type"] == "moba_train"
     config = (modeling_moba_train.MobaConfig if own else AutoConfig).from_pretrained(folder)
-    return modeling_moba_train.MobaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).eval()
+    return modeling_moba_train.MobaForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("exported", ["experts"], indirect=True)
+def test_biases_of_the_choice_of_experts_stay_in_float32(exported: Exported, tmp_path: Path) -> None:
+    """Steps of 16 bits are larger than those by which training moves them."""
+    saved = open_checkpoint(exported.folder.parent / "run")
+    export_to_hf(saved, tmp_path / "out", torch.bfloat16, 2**30, with_code=True)
+    theirs = loaded_here(tmp_path / "out", torch.bfloat16).get_submodule("model.layers.0.mlp")
+    assert theirs.router.weight.dtype == torch.bfloat16
+    expected: Any = load_trained(saved, torch.device("cpu"), torch.float32).blocks[0].feed_forward
+    torch.testing.assert_close(theirs.bias, expected.bias, rtol=0, atol=0)
+    assert expected.bias.any()
 
 
 @pytest.mark.parametrize("exported", AS_TRAINED, indirect=True)
