@@ -6,8 +6,8 @@ by `step` tokens at a time, so that the short context of a token has `window` to
 LongPPL is the exponential of the mean loss of all key tokens; the program averages perplexities of texts.
 
 Windows are packed, as documents, into passes of at most as many tokens as the text has. Together they read
-`window` / `step` + 1 tokens for each token of the text behind the first window, 5 as in the paper; none if the key tokens
-are given.
+`window` / `step` + 1 tokens for each token of the text behind the first window, 5 as in the paper; none if the key
+tokens are given.
 """
 
 import base64
@@ -70,8 +70,8 @@ class LongPPLConfig(NamesFiles):
     keys: str | None = Field(
         None,
         min_length=1,
-        description="evaluation.json of another model, with which moba-train eval chose the key tokens; null: chosen by "
-        "full attention on the same weights",
+        description="evaluation.json of moba-train eval on another model, which has chosen the key tokens; null: "
+        "chosen by full attention on the same weights",
     )
     sequences: int = Field(
         16, ge=2, le=MOST_SAMPLES, description="samples; fewer if the documents do not give that many"

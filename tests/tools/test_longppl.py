@@ -1,4 +1,4 @@
-"""LongPPL: key tokens and losses are those of a plain computation, token by token; other models take them from a file."""
+"""LongPPL: key tokens and losses are those of a plain computation; several models may have the key tokens of one."""
 
 import json
 import math

@@ -21,7 +21,7 @@ from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.chat.template import Conversation
 from moba_train.tools.needle.answers import Question
 from moba_train.tools.needle.haystack import NaturalText, QuestionTokenizer
-from moba_train.tools.ruler.ruler import RulerTexts
+from moba_train.tools.ruler.ruler import Ruler
 from moba_train.tools.text_tokenizer import load_tokenizer
 from tests.evals.setting import stage_setting
 from tests.tools.questions import VOCAB, recipe, recipe_texts
@@ -73,7 +73,7 @@ def test_ruler_questions_begin_as_the_documents_of_the_corpus(texts: Path, tmp_p
     config = recipe(with_sidecar(texts, tmp_path, bos_id=BOS), LENGTH, {"ruler": {"tasks": [task], "samples": 2}})
     evaluation: Any = config.evaluation  # its sections are found when it is loaded
     assert evaluation.ruler is not None
-    for prompt in RulerTexts(evaluation.ruler, stage_setting(config)).questions(task, LENGTH):
+    for prompt in Ruler.texts(evaluation.ruler, stage_setting(config)).questions(task, LENGTH):
         first, *rest = prompt.question.tokens
         assert first == BOS
         assert not {BOS, EOS} & {*rest}
