@@ -53,8 +53,8 @@ class ManyShot(SizedTask):
 
     @property
     def least(self) -> int:
-        """An example of each noun, on average."""
-        return self.nouns
+        """As many examples as labels."""
+        return self.labels
 
     def text(self, size: int, length: int, rng: random.Random, words: Sequence[str]) -> TaskText:
         """`size` examples."""
