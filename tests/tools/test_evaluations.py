@@ -83,7 +83,7 @@ def asking(texts: Path) -> RunConfig:
     needle = {"lengths": [256], "depths": [50], "samples": 1}
     ruler = {"tasks": [*TASKS], "lengths": [1408], "samples": 1}
     signal = needle | {"gates": [{"block_size": 32, "topk": 3}]}
-    long = {"lengths": [1408], "samples": 1}
+    long = {"lengths": [1024], "samples": 1, "scoring": "teacher_forced"}
     asked = {"needle": needle, "needle_signal": signal, "ruler": ruler, "longtasks": long}
     return questions.recipe(texts, 1408, asked)
 

@@ -15,6 +15,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError, DataError
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
+from moba_train.tools.needle.answers import generated_answers
 from moba_train.tools.tasks.files import read_tasks
 from moba_train.tools.tasks.longtasks import LongTasks, LongTasksConfig, LongTaskTexts
 from moba_train.tools.tasks.made import MADE
@@ -211,5 +212,11 @@ def test_a_model_that_reads_the_whole_text_recalls_and_one_that_does_not_fails(
     (answer,) = found.data["first_answers"]["moba"]["json_kv"]
     assert re.match(r" ?[0-9a-f]{8}-[0-9a-f-]{27}\n", answer)
     assert any(line.startswith("1 to 2 samples of each task and length") for line in found.table)
+    tokenizer = load_tokenizer(str(config.data.tokenizer))
+    asked = [prompt.question for prompt in texts_of(texts, tasks=["json_kv"], samples=1).questions("json_kv", 1024)]
+    reader = context(config, Answers(config, sight=1024))
+    new_line = tokenizer.encode("value:\n")[-1]
+    whole, cut = (generated_answers(reader, asked, 48, tokenizer, "", ends=ends)[0] for ends in ((), {new_line}))
+    assert cut == whole[: whole.index(new_line)]
     blind = built(LongTasks, recipe(texts, 1024, {"longtasks": section | {"tasks": ["json_kv"]}}))
     assert blind.run(context(config, Answers(config, sight=60))).numbers["longtasks"] == 0

@@ -68,6 +68,14 @@ def test_the_end_that_the_corpus_was_made_with_is_no_text_either(texts: Path, tm
     assert tokenizer.marks == {BOS, EOS, 5}
 
 
+def test_an_answer_also_ends_where_a_turn_does(texts: Path, tmp_path: Path) -> None:
+    """By the corpus, and by the model's generation_config.json, as in `moba-train generate`."""
+    shutil.copy(texts / "tok.model", tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    tokenizer = QuestionTokenizer(str(tmp_path / "tok.model"), VOCAB, {"end_of_turn_id": 11}, chat=True)
+    assert tokenizer.ends == {EOS, 7, 9, 11}
+
+
 @pytest.mark.parametrize("task", ["vt", "niah_single_2"])
 def test_ruler_questions_begin_as_the_documents_of_the_corpus(texts: Path, tmp_path: Path, task: str) -> None:
     config = recipe(with_sidecar(texts, tmp_path, bos_id=BOS), LENGTH, {"ruler": {"tasks": [task], "samples": 2}})

@@ -17,10 +17,10 @@ import numpy as np
 
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import IndexedDataset, corpus_file
-from moba_train.data.tokenizer import tokenizer_hashes
+from moba_train.data.tokenizer import tokenizer_file, tokenizer_hashes
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
-from moba_train.foreign_files import read_foreign_json, working_roots
+from moba_train.foreign_files import folder_roots, read_foreign_json, working_roots
 from moba_train.tools.chat import control_tokens
 from moba_train.tools.chat.load import load_chat_template, parse_definition, recorded_template
 from moba_train.tools.chat.template import Template, TemplateDefinition
@@ -200,7 +200,8 @@ class QuestionTokenizer:
     @property
     def ends(self) -> frozenset[int]:
         """The tokens that end a generated answer, of a text or of a turn."""
-        return self.marks | self._marks.ends | {*ends_of_text(self.path)}
+        roots = folder_roots(tokenizer_file(self.path).parent)
+        return self.marks | self._marks.ends | {*ends_of_text(self.path, roots)}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` within a prompt."""
