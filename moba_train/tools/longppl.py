@@ -162,7 +162,7 @@ class LongPPL(Evaluation[LongPPLConfig]):
             "key_loss_error": own.error,
             "key_share": float(keys.mean()),
         }
-        message = f"LongPPL {own.perplexity:.3f} ({own.interval}) with {context.own} attention"
+        message = f"LongPPL {own.perplexity:.3f} (95 %: {own.interval}) with {context.own} attention"
         if "full" in losses and context.own != "full":
             gap = mean_over_documents(losses[context.own] - losses["full"], keys, documents)
             full = found["full"].perplexity
@@ -308,6 +308,8 @@ class DocumentMean:
     @property
     def interval(self) -> str:
         """Interval of 95 % of the perplexity, as text."""
+        if math.isnan(self.error):
+            return "unknown"
         ends = (math.exp(self.mean + side * 1.96 * self.error) for side in (-1, 1))
         return " to ".join(f"{end:.3f}" for end in ends)
 

@@ -113,7 +113,7 @@ def test_an_evaluation_gives_what_it_declares(
     setting = stage_setting(config)
     options = config.evaluation.options_of(evaluation.name) or evaluation.default_options(setting)
     if evaluation is LongPPL:  # which finds key tokens in an untrained model by its thresholds alone
-        options = LongPPLConfig(window=8, alpha=0, beta=-9)
+        options = LongPPLConfig(window=8, step=8, alpha=0, beta=-9, sequences=2)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
     both = with_full(stage.attention)

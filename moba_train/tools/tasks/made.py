@@ -6,16 +6,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moba_train.tools.needle.haystack import ADJECTIVES, NOUNS, VERBS, draw_values, separated
+from moba_train.tools.needle.haystack import ADJECTIVES, NOUNS, VERBS, draw_keys, draw_values, separated
 from moba_train.tools.tasks.metrics import accuracy, beginning, ndcg_10, substring_exact_match
 from moba_train.tools.tasks.sized import SizedTask, TaskText
 
 
 @dataclass(frozen=True)
 class JsonKeyValue(SizedTask):
-    """Value of a key in a JSON object of UUIDs, after the values of two other keys as examples."""
+    """Number of a name in a JSON object of names and numbers, after two other names with theirs as examples."""
 
-    tokens_to_generate = 48
+    tokens_to_generate = 16
 
     @property
     def least(self) -> int:
@@ -24,8 +24,7 @@ class JsonKeyValue(SizedTask):
 
     def text(self, size: int, length: int, rng: random.Random, words: Sequence[str]) -> TaskText:
         """An object of `size` keys."""
-        drawn = draw_values(2 * size, "uuids", rng)
-        pairs = [*zip(drawn[:size], drawn[size:], strict=True)]
+        pairs = [*zip(draw_keys(size, rng), draw_values(size, "numbers", rng), strict=True)]
         (key, value), *examples = rng.sample(pairs, 3)
         shown = "".join(f"\n\nKey: {one}\nCorresponding value: {other}" for one, other in examples)
         return TaskText(
@@ -43,11 +42,10 @@ class JsonKeyValue(SizedTask):
 
 @dataclass(frozen=True)
 class ManyShot(SizedTask):
-    """Label of a sentence: that of its noun, which the examples show in other sentences. Nouns get other labels in each
-    sample."""
+    """Label of a sentence: that of its noun, which other sentences show, four of each as long as there are nouns. Nouns
+    have other labels in each sample."""
 
     labels: int = 6
-    nouns: int = 48
 
     tokens_to_generate = 6
 
@@ -58,7 +56,7 @@ class ManyShot(SizedTask):
 
     def text(self, size: int, length: int, rng: random.Random, words: Sequence[str]) -> TaskText:
         """`size` examples."""
-        nouns = rng.sample(NOUNS, self.nouns)
+        nouns = rng.sample(NOUNS, min(len(NOUNS), max(self.labels, size // 4)))
         label_of = {noun: str(index % self.labels) for index, noun in enumerate(nouns)}
         shown = rng.choices(nouns, k=size)
         asked = rng.choice(shown)
@@ -86,7 +84,7 @@ class Rerank(SizedTask):
 
     asked: int = 4
 
-    tokens_to_generate = 48
+    tokens_to_generate = 32
 
     @property
     def least(self) -> int:
@@ -111,17 +109,16 @@ class Rerank(SizedTask):
                 f"The {things[3]} and the {things[4]} {second} near the {things[5]}."
             )
         return TaskText(
-            "Rank the passages below by how many words of the query they have, and give the numbers of the best four, "
-            "best first, such as: 31 > 12 > 57 > 40.\n\n",
+            "Rank the passages below by how many words of the query they have.\n\n",
             "\n".join(passages),
-            f"\n\nQuery: {', '.join(query)}",
+            f"\n\nQuery: {', '.join(query)}\nThe four best passages, best first, written as [31] > [12] > [57] > [40]:",
             "\nRanking:",
-            separated(ranked, " >"),
+            separated([f"[{number}]" for number in ranked], " >"),
         )
 
     def score(self, answer: str, references: Sequence[str]) -> float:
         """NDCG@10 of the numbers in the first line."""
-        return ndcg_10(beginning(answer, "\n"), references)
+        return ndcg_10(beginning(answer, "\n"), [reference.strip("[]") for reference in references])
 
 
 MADE: dict[str, SizedTask] = {"json_kv": JsonKeyValue(), "many_shot": ManyShot(), "rerank": Rerank()}
