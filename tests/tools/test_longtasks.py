@@ -16,6 +16,9 @@ from moba_train.errors import ConfigError, DataError
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
 from moba_train.tools.needle.answers import generated_answers
+from moba_train.tools.report.chart import shown
+from moba_train.tools.report.evaluation_charts import task_charts
+from moba_train.tools.report.history import History, Result
 from moba_train.tools.tasks.files import read_tasks
 from moba_train.tools.tasks.longtasks import LongTasks, LongTasksConfig, LongTaskTexts
 from moba_train.tools.tasks.made import MADE
@@ -212,6 +215,10 @@ def test_a_model_that_reads_the_whole_text_recalls_and_one_that_does_not_fails(
     (answer,) = found.data["first_answers"]["moba"]["json_kv"]
     assert re.match(r" ?\d{7}\n", answer)
     assert any(line.startswith("1 to 2 samples of each task and length") for line in found.table)
+    result = Result("longtasks", 0, "only", 0.0, found.data, "evaluation.json")
+    drawn = {chart.key: chart for chart in task_charts(shown([History(tmp_path, "run", results=[result])]))}
+    assert drawn["longtasks-0-full-generated"].title == "Long tasks, full attention, generated"
+    assert drawn["longtasks-0-full-generated"].traces[0]["z"] == [[1.0], [0.0]]
     tokenizer = load_tokenizer(str(config.data.tokenizer))
     asked = [prompt.question for prompt in texts_of(texts, tasks=["json_kv"], samples=1).questions("json_kv", 1024)]
     reader = context(config, Answers(config, sight=1024))
