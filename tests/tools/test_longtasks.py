@@ -103,6 +103,8 @@ def test_a_file_gives_its_prompts_with_template_and_demonstrations(texts: Path, 
     line = {"context": "c", "input": "q", "answers": "yes", "all_classes": ["yes", "no"], "_id": 1, "length": 9}
     (own,) = read_tasks(write(tmp_path, line | {"metric": "accuracy"}), "key", 5)
     assert (own.question, own.answers, own.labels) == ("q", ["yes"], ["yes", "no"])
+    (own,) = read_tasks(write(tmp_path, {"metric": "f1"}, line | {"all_classes": None}), "key", 5)
+    assert own.labels == []
 
 
 @pytest.mark.parametrize("truncate", ["end", "middle"])

@@ -55,8 +55,10 @@ class TaskLine(BaseModel):
     demonstration: str = "Question: {question}\nAnswer: {answer}\n\n"
     """One demonstration."""
     demonstrations: list[Demonstration] = []
-    labels: list[Text] = Field([], validation_alias=AliasChoices("labels", "all_classes"))
-    """Labels that `accuracy` looks for."""
+    labels: Annotated[list[Text], BeforeValidator(lambda given: given or [])] = Field(
+        [], validation_alias=AliasChoices("labels", "all_classes")
+    )
+    """Labels that `accuracy` looks for; LongBench has null where there are none."""
     max_new_tokens: int = Field(32, ge=1, le=65_536)
     """Tokens of a generated answer, at most, which are part of the length."""
     stop: Text | None = "\n"
