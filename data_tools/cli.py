@@ -6,7 +6,7 @@ Modules are imported when a command runs, so that `--help` is fast.
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -26,13 +26,18 @@ Inputs = Annotated[
     typer.Option(
         "--input",
         "-i",
-        help="A .jsonl or .parquet file, any other file (one document), or a folder of such files; also .gz, .zst",
+        help="A .jsonl, .parquet or .arrow file, any other file (one document), a folder of such files or of a Hugging "
+        "Face data set, also at s3:// or gs://; also .gz, .zst",
     ),
 ]
-TextKey = Annotated[str, typer.Option(help="Key (JSON lines) or column (parquet) that holds the text")]
+TextKey = Annotated[str, typer.Option(help="Key (JSON lines) or column (parquet, arrow) that holds the text")]
 Globs = Annotated[
     list[str] | None,
     typer.Option("--glob", help="Files to read from folders, as a pattern; default: common text and code suffixes"),
+]
+Split = Annotated[
+    str | None,
+    typer.Option(help="Split of a Hugging Face data set to read, such as train; needed if a folder has several"),
 ]
 EncodingErrors = Annotated[
     Literal["strict", "replace"],
@@ -44,18 +49,20 @@ Excludes = Annotated[
 ]
 
 
-def _files(inputs: Sequence[str], globs: Sequence[str] | None, excludes: Sequence[str] | None) -> list[str]:
+def _files(
+    inputs: Sequence[str], globs: Sequence[str] | None, excludes: Sequence[str] | None, split: str | None
+) -> list[str]:
     from data_tools.input_files import TEXT_GLOBS
 
-    return _find_files(inputs, globs or TEXT_GLOBS, excludes or ())
+    return _find_files(inputs, globs or TEXT_GLOBS, excludes or (), split)
 
 
-def _find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[str]) -> list[str]:
+def _find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[str], split: str | None) -> list[str]:
     from data_tools.input_files import LeftOut, describe_suffixes, find_files
     from moba_train.foreign_files import ROOTS
 
     left_out = LeftOut()
-    files = find_files(inputs, globs, excludes, left_out)
+    files = find_files(inputs, globs, excludes, left_out, split)
     for link in left_out.links[:SHOWN_RECORDS]:
         typer.echo(f"left out {link}: a link to {os.path.realpath(link)}", err=True)
     if count := len(left_out.links):
@@ -89,6 +96,23 @@ def _warn_of_empty_split(corpora: "Mapping[str, IndexedDataset]", holdout: float
         typer.echo(f"warning: {problem}", err=True)
 
 
+def _print_filtered(report: dict[str, Any], output: str) -> None:
+    """Print the counts of documents that repeat others, or share text with evaluations."""
+    from data_tools.filter_documents import filter_file
+
+    if found := report.get("duplicates"):
+        counts = f"{found['identical']:,} identical and {found['near']:,} near duplicates"
+        typer.echo(f"left out of {report['documents']:,} documents: {counts}")
+    if found := report.get("contamination"):
+        for file, counts in found["evaluations"].items():
+            typer.echo(
+                f"{file}: {counts['contaminated']:,} of {counts['records']:,} records share text with "
+                f"{counts['documents']:,} documents; {counts['too_short']:,} are too short to check"
+            )
+        typer.echo(f"documents with text of evaluations: {found['documents']:,}, {found['outcome']}")
+    typer.echo(f"examples: {filter_file(output)}")
+
+
 def _loss_marks() -> tuple[str, str]:
     """Marks around text that carries loss: colours in a terminal, brackets elsewhere."""
     return ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
@@ -102,13 +126,14 @@ def train_tokenizer(
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
+    split: Split = None,
     encoding_errors: EncodingErrors = "strict",
 ) -> None:
     """Train a sentencepiece BPE tokenizer with byte fallback (unk 0, bos 1, eos 2, pad 3)."""
     from data_tools.outputs import list_skipped, skipped_file
     from data_tools.train_tokenizer import train_tokenizer as train
 
-    bad = train(_files(inputs, globs, excludes), output, vocab_size, text_key, encoding_errors)
+    bad = train(_files(inputs, globs, excludes, split), output, vocab_size, text_key, encoding_errors)
     list_skipped(output, bad)
     _print_bad(bad, skipped_file(output))
     typer.echo(f"{output}: {vocab_size} token ids")
@@ -125,6 +150,7 @@ def tokenize(
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
+    split: Split = None,
     append_eos: Annotated[bool, typer.Option(help="End every document with the end-of-document token")] = True,
     eos: Annotated[str | None, typer.Option(help="Token that ends documents; default: the tokenizer's own")] = None,
     bos: Annotated[str | None, typer.Option(help="Token that begins documents; default: none")] = None,
@@ -144,11 +170,30 @@ def tokenize(
         int, typer.Option(min=1, help="Longest document or JSON line; longer ones are skipped")
     ] = 128,
     encoding_errors: EncodingErrors = "strict",
+    duplicates: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SIMILARITY",
+            help="Leave out documents that repeat an earlier one: 1 for identical texts, 0.5 to 0.95 also for near "
+            "duplicates (Jaccard similarity of runs of 5 words); default: keep all",
+        ),
+    ] = None,
+    evaluations: Annotated[
+        list[str] | None,
+        typer.Option(help="Files or folders of evaluations: report the documents that share 13 words with them"),
+    ] = None,
+    contaminated: Annotated[
+        Literal["keep", "drop"], typer.Option(help="Documents that share text with --evaluations: keep or drop them")
+    ] = "keep",
 ) -> None:
     """Tokenize text into a corpus. After an interruption, the same command continues where it stopped."""
     from data_tools.outputs import skipped_file
-    from data_tools.tokenize_corpus import TokenizeOptions, tokenize_corpus
+    from data_tools.parts import TokenizeOptions
+    from data_tools.tokenize_corpus import tokenize_corpus
+    from moba_train.errors import DataError
 
+    if contaminated == "drop" and not evaluations:
+        raise DataError("--contaminated drop: given without --evaluations, whose texts are looked for; give them also")
     options = TokenizeOptions(
         tokenizer,
         text_key,
@@ -160,9 +205,12 @@ def tokenize(
         engine == "fast",
         max_document_mib << 20,
         encoding_errors,
+        duplicates,
+        tuple(_files(evaluations, None, None, None)) if evaluations else (),
+        contaminated == "drop",
     )
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    result = tokenize_corpus(_files(inputs, globs, excludes), output, options, workers or cpus)
+    result = tokenize_corpus(_files(inputs, globs, excludes, split), output, options, workers or cpus)
     if result.already_complete:
         typer.echo("already complete, nothing to do")
     else:
@@ -172,6 +220,8 @@ def tokenize(
     _print_bad(result.bad, skipped_file(output))
     if result.empty:
         typer.echo(f"empty texts and files left out, which are no documents: {result.empty:,}", err=True)
+    if result.filtered is not None:
+        _print_filtered(result.filtered, output)
     for prefix, corpus in result.corpora.items():
         typer.echo(f"{prefix}: {corpus.documents:,} documents, {corpus.tokens:,} tokens")
     _warn_of_empty_split(result.corpora, holdout, "documents")
@@ -199,6 +249,7 @@ def long_range(
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
+    split: Split = None,
     encoding_errors: EncodingErrors = "strict",
 ) -> None:
     """Make long documents with repeated passages and questions about earlier notes, for miniature recipes."""
@@ -206,7 +257,7 @@ def long_range(
     from data_tools.outputs import list_skipped, skipped_file
     from moba_train.errors import DataError
 
-    files = _files(inputs, globs, excludes)
+    files = _files(inputs, globs, excludes, split)
     if reads and not questions:
         raise DataError(f"--reads: given {reads} without --questions, which it is for; give --questions 1 or more")
     bad = write_long_range(
@@ -303,8 +354,8 @@ def blend(
     recipe: Annotated[str, typer.Argument(help="A training recipe")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to override")] = None,
 ) -> None:
-    """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source."""
-    from data_tools.stats import blend_table, blend_warnings, preview
+    """Show what each stage of a recipe reads: tokens, share, repeats, padding and lengths of documents."""
+    from data_tools.stats import blend_table, blend_warnings, preview, read_lengths_table
     from moba_train.config.load import load_config
     from moba_train.resolve.recipe import resolve
 
@@ -312,6 +363,7 @@ def blend(
     run = resolve(config, check_files=True)
     console = table_console()
     console.print(blend_table(preview(run.samples, run.stages)))
+    console.print(read_lengths_table(run.samples, run.stages))
     for warning in blend_warnings(run.samples, run.stages):
         typer.echo(f"warning: {warning}", err=True)
 
@@ -337,7 +389,12 @@ def verify(
 def sft(
     inputs: Annotated[
         list[str],
-        typer.Option("--input", "-i", help="A .jsonl or .json file of conversations, or a folder of such files"),
+        typer.Option(
+            "--input",
+            "-i",
+            help="A .jsonl, .json, .parquet or .arrow file of conversations, a folder of such files or of a Hugging "
+            "Face data set, also at s3:// or gs://",
+        ),
     ],
     tokenizer: Annotated[
         str,
@@ -348,6 +405,7 @@ def sft(
         str,
         typer.Option(help="Chat template: chatml, llama3, qwen, a Jinja file, or a model folder that has one"),
     ] = "chatml",
+    split: Split = None,
     end_of_turn: Annotated[
         str | None,
         typer.Option(help="Text that ends a turn; default: that of the built-in template, or the folder's eos_token"),
@@ -387,7 +445,7 @@ def sft(
     from data_tools.show import load_decoder, show_documents
     from moba_train.tools.chat.load import load_chat_template
 
-    files = _find_files(inputs, ("*.jsonl", "*.json"), ())
+    files = _find_files(inputs, ("*.jsonl", "*.json", "*.parquet", "*.arrow"), (), split)
     chat_template = load_chat_template(template, end_of_turn)
     options = SftOptions(max_tokens, loss_turns, thought_weight, template_variables(template_kwargs))
     result = make_sft_corpus(files, output, tokenizer, chat_template, holdout, on_error == "fail", options)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_tools.dataset_folders import COLUMNS
 from data_tools.documents import DOCUMENT_BYTES, BadRecord, json_type, read_lines
 from moba_train.config.explain import did_you_mean
 from moba_train.errors import DataError
@@ -62,13 +63,19 @@ Record = Conversation | TokenRecord
 
 
 def read_records(path: str) -> Iterator[tuple[int, Record | BadRecord]]:
-    """Yield the records of a .jsonl file, or of a .json file that holds a list, in order, with unusable ones in place.
+    """Yield the records of a .jsonl file, of a .json file that holds a list, or of a file with columns, in order, with
+    unusable ones in place.
 
-    Each comes with its line number, or its number in the list, counted from 1. Raises DataError when the file as a
-    whole cannot be read.
+    Each comes with the number of its line or row, or its number in the list, counted from 1. Raises DataError when the
+    file as a whole cannot be read.
     """
     try:
-        if path.endswith(".jsonl"):
+        if path.endswith(COLUMNS):
+            from data_tools.columns import read_rows  # needs pyarrow
+
+            for number, row in read_rows(path):
+                yield number, row if isinstance(row, BadRecord) else _parse(path, number, row)
+        elif path.endswith(".jsonl"):
             with open_foreign(Path(path), None) as file:
                 for number, (line, length) in enumerate(read_lines(file, DOCUMENT_BYTES), 1):
                     if length > DOCUMENT_BYTES:
@@ -82,7 +89,7 @@ def read_records(path: str) -> Iterator[tuple[int, Record | BadRecord]]:
             for number, record in enumerate(records, 1):
                 yield number, _parse(path, number, record)
         else:
-            raise DataError(f"{path}: conversations are read from .jsonl and .json files")
+            raise DataError(f"{path}: conversations are read from .jsonl, .json, .parquet and .arrow files")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""Documents from files: JSON lines, parquet, and any other file as one text document; plain, .gz or .zst.
+"""Documents from files: JSON lines, parquet and arrow (columns.py), and any other file as one text document; plain,
+.gz or .zst.
 
 The input is split into shards of similar size, each of which any process can read by itself. The shards are a pure
 function of the files, so any number of processes can do the work, and it can be stopped and continued.
@@ -13,12 +14,12 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from data_tools.input_files import COMPRESSED, UnreadableRestError, expanded_limit, expands_too_far, open_input
+from data_tools.dataset_folders import COLUMNS
+from data_tools.input_files import COMPRESSED, UnreadableRestError, open_input
 from moba_train.errors import DataError
-from moba_train.foreign_files import MIB, open_foreign, parse_json
+from moba_train.foreign_files import MIB, parse_json
 
 SHARD_BYTES = (256 << 10, 64 << 20)
 """Smallest and largest target size of a shard."""
@@ -28,7 +29,8 @@ SHARDS = 512
 
 @dataclass(frozen=True)
 class Chunk:
-    """The lines of a JSON lines file that begin in bytes [start, stop); any other file is one chunk."""
+    """The lines of a JSON lines file that begin in bytes [start, stop), or the row groups or record batches of a file
+    with columns that belong to these bytes; any other file is one chunk."""
 
     path: str
     start: int
@@ -46,8 +48,8 @@ def cut_shards(files: Sequence[str]) -> list[Shard]:
     open_shard: list[Chunk] = []
     room = limit
     for file, size in zip(files, sizes, strict=True):
-        # Only plain JSON lines can be read from the middle of a file.
-        step = limit if file.endswith(".jsonl") else max(size, 1)
+        # Other files cannot be read from the middle.
+        step = limit if file.endswith((".jsonl", *COLUMNS)) else max(size, 1)
         for start in range(0, size, step):
             chunk = Chunk(file, start, min(start + step, size))
             open_shard.append(chunk)
@@ -69,10 +71,8 @@ EncodingErrors = Literal["strict", "replace"]
 
 DOCUMENT_BYTES = 128 * MIB
 """Longest document or line, unless the caller gives another limit. Parsing JSON may take 20 times as much memory."""
-SMALLER_ON_DISK = (*COMPRESSED, ".parquet")
-"""Suffixes of files that may hold more text than they take on the disk."""
-_PARQUET_ROWS = 8
-"""Rows that are decoded at a time: the rows of a dictionary-encoded column may all be one very long text."""
+OTHER_SIZE_ON_DISK = (*COMPRESSED, *COLUMNS)
+"""Suffixes of files that may hold more or less text than they take on the disk."""
 _JSON_TYPES = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
 
 
@@ -98,7 +98,7 @@ def read_documents(
 ) -> Iterator[bytes | BadRecord]:
     """Yield the documents of a shard in order, as UTF-8, with unreadable ones in place as `BadRecord`.
 
-    `text_key` is the key of a JSON line, or the column of a parquet file, that holds the text. Lines and documents of
+    `text_key` is the key of a JSON line, or the column, that holds the text. Lines and documents of
     more than `limit` bytes are unreadable, and so is what follows in a file that is damaged or decompresses to too
     much. Raises DataError when a file as a whole cannot be read.
     """
@@ -107,8 +107,10 @@ def read_documents(
         try:
             if name.endswith(".jsonl"):
                 yield from _read_json_lines(chunk, text_key, limit, encoding_errors)
-            elif name.endswith(".parquet"):
-                yield from _read_parquet(chunk.path, text_key, limit, encoding_errors)
+            elif name.endswith(COLUMNS):
+                from data_tools.columns import read_texts  # needs pyarrow
+
+                yield from read_texts(chunk.path, chunk.start, chunk.stop, text_key, limit, encoding_errors)
             else:
                 yield _read_text(chunk.path, limit, encoding_errors)
         except UnreadableRestError as error:
@@ -204,7 +206,7 @@ def _parse_line(line: bytes, encoding_errors: EncodingErrors) -> Any:
             line.decode()
         except UnicodeDecodeError as error:
             if encoding_errors == "strict":
-                raise ValueError(_not_utf8(error)) from None
+                raise ValueError(not_utf8(error)) from None
             return parse_json(line.decode("utf-8-sig", "replace"))
         raise
 
@@ -215,7 +217,7 @@ def _encode(text: str, encoding_errors: EncodingErrors) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         if encoding_errors == "strict":
-            raise ValueError(_not_utf8(error)) from None
+            raise ValueError(not_utf8(error)) from None
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
@@ -240,61 +242,10 @@ def _read_text(path: str, limit: int, encoding_errors: EncodingErrors) -> bytes 
     except UnicodeDecodeError as error:
         if encoding_errors == "replace":
             return content.decode(errors="replace").encode()
-        return BadRecord(path, content.count(b"\n", 0, error.start) + 1, _not_utf8(error))
+        return BadRecord(path, content.count(b"\n", 0, error.start) + 1, not_utf8(error))
     return content
 
 
-def _not_utf8(error: UnicodeError) -> str:
+def not_utf8(error: UnicodeError) -> str:
+    """Reason why a text that is not UTF-8 is not read."""
     return f"{error}; --encoding-errors replace reads such text, with U+FFFD for bytes that are not UTF-8"
-
-
-def _read_parquet(path: str, text_key: str, limit: int, encoding_errors: EncodingErrors) -> Iterator[bytes | BadRecord]:
-    import pyarrow
-    from pyarrow import parquet
-
-    row = 0
-    try:
-        with open_foreign(Path(path), None) as stream:
-            most = left = expanded_limit(os.fstat(stream.fileno()).st_size)
-            file = parquet.ParquetFile(stream)
-            if text_key not in file.schema_arrow.names:
-                names = ", ".join(file.schema_arrow.names)[:1000]
-                raise DataError(f"{path} has no column {text_key!r}; set --text-key to one of {names}")
-            if _column_bytes(file.metadata, text_key) > most:
-                raise expands_too_far(most)
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=[text_key]):
-                for value in batch.column(0):
-                    row += 1
-                    document = _cell_text(value, text_key, limit, encoding_errors)
-                    left -= len(document) if isinstance(document, bytes) else 0
-                    if left < 0:
-                        raise expands_too_far(most)
-                    yield document if isinstance(document, bytes) else BadRecord(path, row, document)
-    except pyarrow.ArrowException as error:
-        yield BadRecord(path, row + 1, f"not a readable parquet file ({error}); the rest of it is skipped")
-    except UnreadableRestError as error:
-        error.line = max(row, 1)
-        raise
-
-
-def _cell_text(value: Any, text_key: str, limit: int, encoding_errors: EncodingErrors) -> bytes | str:
-    """Text of a cell, as UTF-8, or the reason why there is none."""
-    try:
-        text = value.as_py()
-    except UnicodeDecodeError as error:
-        if encoding_errors == "strict":
-            return _not_utf8(error)
-        text = getattr(value, "value", value).as_buffer().to_pybytes().decode(errors="replace")
-    if text is None:
-        return f"row without text in column {text_key!r}"
-    if not isinstance(text, str):
-        return f"column {text_key!r} holds {json_type(text)}, but text is expected (--text-key)"
-    encoded = text.encode()
-    return encoded if len(encoded) <= limit else too_long(limit)
-
-
-def _column_bytes(metadata: Any, name: str) -> int:
-    """Uncompressed bytes of column `name`, as stated in the file."""
-    groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
-    columns = (group.column(index) for group in groups for index in range(group.num_columns))
-    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == name)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_tools.dataset_folders import METADATA, saved_files, select_split
 from moba_train.errors import DataError, ForeignFileError
 from moba_train.foreign_files import MIB, ROOTS, check_below, folder_roots, local_path, open_foreign
 
@@ -124,15 +125,15 @@ def _damaged(why: object) -> UnreadableRestError:
 
 
 _SUFFIXES = (
-    "txt md rst tex jsonl parquet py pyi c h cc cpp hpp cu cuh java js ts go rs rb php pl lua scala kt swift cs hs "
-    "ml jl r sh sql html css yaml yml toml json xml jsonl.gz jsonl.zst txt.gz txt.zst"
+    "txt md rst tex jsonl parquet arrow py pyi c h cc cpp hpp cu cuh java js ts go rs rb php pl lua scala kt swift cs "
+    "hs ml jl r sh sql html css yaml yml toml json xml jsonl.gz jsonl.zst txt.gz txt.zst"
 )
 TEXT_GLOBS = tuple(f"*.{suffix}" for suffix in _SUFFIXES.split())
 """Files that are read from a folder by default."""
 
 SHOWN_SUFFIXES = 8
 """Suffixes of left-out files that a message names."""
-OPTIONAL_PACKAGES = {".parquet": "pyarrow", ".zst": "zstandard"}
+OPTIONAL_PACKAGES = {".parquet": "pyarrow", ".arrow": "pyarrow", ".zst": "zstandard"}
 """Packages that are needed to read files with these suffixes."""
 
 
@@ -149,15 +150,19 @@ class LeftOut:
 
 
 def find_files(
-    inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[str], left_out: LeftOut | None = None
+    inputs: Sequence[str],
+    globs: Sequence[str],
+    excludes: Sequence[str],
+    left_out: LeftOut | None = None,
+    split: str | None = None,
 ) -> list[str]:
     """Files among `inputs`, and files that match one of `globs` in the folders among them, in sorted order. An input
     may be an address such as `s3://...`, of which a copy is made.
 
     A glob matches a file's name or its path inside the folder; an exclude also matches any folder on that path. Links
     that lead out of a folder are left out, while an input itself may be a link to anywhere. `left_out` records what is
-    left out. Raises DataError when an input does not exist, nothing is found, or a file needs a package that is
-    missing.
+    left out. Of a folder with several splits (dataset_folders.py), `split` is read. Raises DataError when an input does
+    not exist, nothing is found, a split is not clear, or a file needs a package that is missing.
     """
     files: list[str] = []
     left_out = LeftOut() if left_out is None else left_out
@@ -166,7 +171,7 @@ def find_files(
         given = str(path)
         if path.is_dir():
             roots = folder_roots(path)
-            for name in sorted(_walk(given, globs, excludes, left_out)):
+            for name in select_split(given, sorted(_walk(given, globs, excludes, left_out)), split):
                 file = os.path.join(given, name)
                 (left_out.links if _leads_out(file, roots) else files).append(file)
         elif path.is_file():
@@ -223,8 +228,8 @@ def _walk(folder: str, globs: Sequence[str], excludes: Sequence[str], left_out: 
     for where, folders, names in os.walk(folder, onerror=refuse):
         inside = os.path.relpath(where, folder)
         folders[:] = [name for name in folders if not _match(inside, name, excludes)]
-        for name in names:
-            if _match(inside, name, excludes):
+        for name in saved_files(where, names) or names:
+            if _match(inside, name, excludes) or name in METADATA:
                 continue
             if not _match(inside, name, globs):
                 left_out.suffixes[_suffix(name)] += 1

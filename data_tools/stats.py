@@ -11,6 +11,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from data_tools.outputs import check_output_file
+from data_tools.word_hashes import run_hashes
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.config.base import format_count
 from moba_train.config.stages import Stage
@@ -170,11 +171,7 @@ def repeat_shares(corpus: IndexedDataset, length: int, most_tokens: int) -> npt.
 def nearest_repeats(tokens: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
     """Distance of each run of `length` tokens that occurred earlier to its nearest earlier occurrence, in any order,
     int64 [n]."""
-    if len(tokens) <= length:
-        return np.empty(0, np.int64)
-    hashes = np.zeros(len(tokens) - length + 1, np.uint64)
-    for offset in range(length):  # a polynomial in an odd number, modulo 2^64
-        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + tokens[offset : offset + len(hashes)].astype(np.uint64) + 1
+    hashes = run_hashes(tokens, length)
     order = np.argsort(hashes, kind="stable")
     same = hashes[order[1:]] == hashes[order[:-1]]
     return (order[1:] - order[:-1])[same]
@@ -246,6 +243,19 @@ def preview(spec: DataSpec, stages: Sequence[Stage]) -> list[SourceUse]:
             )
         starts = after
     return uses
+
+
+def read_lengths_table(spec: DataSpec, stages: Sequence[Stage]) -> Table:
+    """Table of the share of each stage's tokens by the length of their document. Raises as `preview` does."""
+    counted = {stage.name: training_data(spec, stage, {}).tokens_by_length() for stage in stages}
+    table = Table(title="tokens by document length")
+    table.add_column("up to", justify="right")
+    for name in counted:
+        table.add_column(name, justify="right")
+    for bound in sorted({int(bound) for tokens in counted.values() for bound in tokens}):
+        shares = [tokens.get(str(bound), 0) / sum(tokens.values()) for tokens in counted.values()]
+        table.add_row(f"{bound:,}", *(f"{share:.1%}" for share in shares))
+    return table
 
 
 def blend_table(uses: list[SourceUse]) -> Table:

@@ -1,22 +1,16 @@
 """From text to a corpus: split the input into shards, tokenize missing parts in several processes, merge them in order.
 
-A part is one shard of the input, tokenized once by any process: one corpus for each split, and a report. The report is
-written last, and marks the part as finished. The result depends only on the input and the options, not on the number of
-processes or on interruptions.
+A part (parts.py) becomes one corpus for each split, and a report. The report is written last, and marks the part as
+finished. If documents are compared (filter_documents.py), this comes first.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +19,13 @@ import numpy as np
 from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
 from data_tools.documents import (
     DOCUMENT_BYTES,
-    BadRecord,
-    EncodingErrors,
     Shard,
     cut_shards,
-    read_documents,
     shard_bytes,
 )
+from data_tools.duplicates import check_similarity
 from data_tools.encoders import Encoder, load_encoder
+from data_tools.filter_documents import compare_documents, filter_file, read_comparison
 from data_tools.outputs import (
     already_made,
     choose_split,
@@ -42,52 +35,24 @@ from data_tools.outputs import (
     splits,
     write_errors,
 )
+from data_tools.parts import (
+    LeftOutRecords,
+    Part,
+    TokenizeOptions,
+    delete_parts_of_other_work,
+    empty_folder,
+    in_processes,
+    readable,
+)
 from data_tools.progress import ByteProgress
 from moba_train.data.indexed import IndexedDataset
-from moba_train.errors import DataError, LaunchError
+from moba_train.errors import DataError
 from moba_train.output_files import write_atomically
 
 BATCH_BYTES = 1 << 20
 """Text that is passed to the engine at a time."""
 CHECKED_CHARACTERS = 1 << 15
 """Text of each part on which the engine is compared with the tokenizer's own library."""
-
-
-@dataclass(frozen=True)
-class TokenizeOptions:
-    """Options that determine the tokens of a corpus. Their names enter the fingerprint of the work: keep them."""
-
-    tokenizer: str
-    """Argument of `encoders.load_encoder`."""
-    text_key: str
-    append_eos: bool
-    holdout: float
-    """Fraction of the documents, selected by their content, that goes to the split "valid"; 0: no split."""
-    fail_on_error: bool
-    """True if an unreadable record stops the work instead of being skipped."""
-    eos: str | None = None
-    """Token that ends documents; None: the tokenizer's own."""
-    bos: str | None = None
-    """Token that begins documents; None: no such token."""
-    fast: bool = True
-    """True for the fastest exact engine, False for the tokenizer's own library."""
-    document_bytes: int = DOCUMENT_BYTES
-    """Longest document or JSON line, in bytes."""
-    encoding_errors: EncodingErrors = "strict"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One shard to tokenize, and the prefix of the files it becomes."""
-
-    prefix: str
-    shard: Shard
-    options: TokenizeOptions
-
-    @property
-    def report_file(self) -> Path:
-        """File that exists once the part is finished."""
-        return Path(f"{self.prefix}.report")
 
 
 @dataclass(frozen=True)
@@ -139,33 +104,12 @@ def make_part(part: Part) -> PartReport:
     return report
 
 
-@dataclass
-class LeftOutRecords:
-    """Records of a part that do not become documents."""
-
-    bad: list[str] = field(default_factory=list)
-    """Unreadable ones, as "file:line: reason"."""
-    empty: int = 0
-    """Number of empty ones."""
-
-
 def _batches(part: Part, left_out: LeftOutRecords) -> Iterator[list[bytes]]:
-    """Yield the readable documents of a part that are not empty, about `BATCH_BYTES` at a time.
-
-    The others are added to `left_out`; an unreadable one raises DataError if `fail_on_error`.
-    """
+    """Yield the documents of `readable` that are not dropped, about `BATCH_BYTES` at a time."""
     batch: list[bytes] = []
     size = 0
-    options = part.options
-    documents = read_documents(part.shard, options.text_key, options.document_bytes, options.encoding_errors)
-    for document in documents:
-        if isinstance(document, BadRecord):
-            if options.fail_on_error:
-                raise DataError(f"{document}; correct the record, or skip such records with --on-error skip")
-            left_out.bad.append(str(document))
-            continue
-        if not document:
-            left_out.empty += 1
+    for number, (_, document) in enumerate(readable(part, left_out)):
+        if number in part.dropped:
             continue
         batch.append(document)
         size += len(document)
@@ -193,41 +137,6 @@ def _cached_encoder(tokenizer: str, fast: bool, eos: str | None, bos: str | None
     return load_encoder(tokenizer, fast, eos, bos)
 
 
-def make_parts(parts: Sequence[Part], workers: int) -> Iterator[PartReport]:
-    """Tokenize all `parts` in `workers` processes, and yield the report of each part when it is finished.
-
-    Raises the exceptions of `make_part`, and LaunchError when a worker is killed.
-    """
-    # Not forked, because the progress bar runs threads, whose locks a child would inherit.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(parts)) or 1, context, initializer=_end_with_parent) as pool:
-        try:
-            for finished in as_completed([pool.submit(make_part, part) for part in parts]):
-                yield finished.result()
-        except BrokenProcessPool as error:
-            raise LaunchError(
-                "a tokenizing process was killed, perhaps for lack of memory; run the same command again with fewer "
-                "--workers: finished parts are kept"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _end_with_parent() -> None:
-    """Make this worker exit silently at Ctrl-C, and when its parent is killed: it would wait for work forever."""
-
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    # There is one process per core: threads of the engines would only compete for the cores.
-    os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=wait, daemon=True).start()
-
-
 @dataclass(frozen=True)
 class TokenizeResult:
     """Result of `tokenize_corpus`."""
@@ -246,6 +155,8 @@ class TokenizeResult:
     """Name of the engine that encoded the text."""
     already_complete: bool
     """True if identical corpora existed before, so that nothing was done."""
+    filtered: dict[str, Any] | None = None
+    """Report of the comparison of documents (`compare_documents`); None without."""
 
 
 def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions, workers: int) -> TokenizeResult:
@@ -255,6 +166,8 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
     different corpus.
     """
     outputs = corpus_prefixes(output, options.holdout)
+    if options.duplicates is not None:
+        check_similarity(options.duplicates)
     tokenizer = load_encoder(options.tokenizer, options.fast, options.eos, options.bos)
     if options.append_eos and tokenizer.eos_id is None:
         raise DataError(f"{options.tokenizer} has no end-of-document token; give --eos TOKEN or --no-append-eos")
@@ -262,6 +175,7 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
     if not shards:
         raise DataError("every --input file is empty: there is no document")
     work = _work_fingerprint(shards, options, tokenizer)
+    comparison = _comparison_fingerprint(work, options)
     folder = Path(f"{output}.parts")
     parts = [Part(str(folder / f"{number:06d}"), shard, options) for number, shard in enumerate(shards)]
     bad: list[str] = []
@@ -269,39 +183,35 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
     resumed = len(parts)
     with write_errors(output), locked_folder(folder):
         already_complete = already_made(dict.fromkeys(outputs, work))
+        filtered = read_comparison(output, comparison) if options.compares else None
+        compare = options.compares and (filtered is None or not already_complete)
+        if compare or not already_complete:
+            delete_parts_of_other_work(folder, comparison)
+        if compare:
+            dropped, filtered = compare_documents(parts, output, comparison, workers)
+            parts = [replace(part, dropped=numbers) for part, numbers in zip(parts, dropped, strict=True)]
         if not already_complete:
-            _delete_parts_of_other_work(folder, work)
+            if not options.compares:
+                filter_file(output).unlink(missing_ok=True)
             resumed = _make_missing_parts(parts, workers)
             reports = [read_report(part) for part in parts]
             bad = [record for report in reports for record in report.bad]
             empty = sum(report.empty for report in reports) + sum(os.path.getsize(file) == 0 for file in files)
             list_skipped(output, bad)
             if not any(report.tokens for report in reports):
-                raise DataError(_no_document(bad, empty))
+                raise DataError(_no_document(bad, empty, filtered))
             _merge(parts, outputs, options, tokenizer, work)
-        _empty(folder)
+        empty_folder(folder)
     corpora = {prefix: IndexedDataset(prefix) for prefix in outputs}
-    return TokenizeResult(corpora, bad, empty, len(parts), resumed, tokenizer.engine, already_complete)
+    return TokenizeResult(corpora, bad, empty, len(parts), resumed, tokenizer.engine, already_complete, filtered)
 
 
-def _no_document(bad: Sequence[str], empty: int) -> str:
+def _no_document(bad: Sequence[str], empty: int, filtered: dict[str, Any] | None) -> str:
+    if filtered and not filtered["kept"]:
+        return f"none of the {filtered['documents']:,} documents stays: all share text with --evaluations"
     if not bad:
         return f"the --input files hold no document: {empty:,} texts or files are empty"
     return f"none of the {len(bad):,} records can be read: {bad[0]}"
-
-
-def _delete_parts_of_other_work(folder: Path, work: str) -> None:
-    mark = folder / "work"
-    if not (mark.exists() and mark.read_text(encoding="utf-8") == work):
-        _empty(folder)
-        write_atomically(mark, work)
-
-
-def _empty(folder: Path) -> None:
-    # Without the mark, files that remain after a kill are never taken for finished parts.
-    (folder / "work").unlink(missing_ok=True)
-    for file in folder.iterdir():
-        file.unlink()
 
 
 def _make_missing_parts(parts: Sequence[Part], workers: int) -> int:
@@ -310,7 +220,7 @@ def _make_missing_parts(parts: Sequence[Part], workers: int) -> int:
     waiting = [part for part in parts if not part.report_file.exists()]
     total = sum(shard_bytes(part.shard) for part in parts)
     with ByteProgress("tokenize", total, done=sum(report.size for report in earlier)) as progress:
-        for report in make_parts(waiting, workers):
+        for report in in_processes(make_part, waiting, workers):
             progress.advance(report.size, report.tokens)
     return len(earlier)
 
@@ -339,9 +249,26 @@ def _work_fingerprint(shards: Sequence[Shard], options: TokenizeOptions, tokeniz
         del given["document_bytes"]  # defaults do not enter, so that a new option leaves the corpora that exist valid
     if options.encoding_errors == "strict":
         del given["encoding_errors"]
+    if options.duplicates is None:
+        del given["duplicates"]
+    del given["evaluations"], given["drop_contaminated"]
+    if options.drop_contaminated:
+        given["evaluations"] = _evaluation_files(options)
     work = {
         "chunks": [[asdict(chunk) for chunk in shard] for shard in shards],
         "times": {chunk.path: os.stat(chunk.path).st_mtime_ns for shard in shards for chunk in shard},
         "options": given,
     }
     return hashlib.sha256(json.dumps(work).encode()).hexdigest()
+
+
+def _comparison_fingerprint(work: str, options: TokenizeOptions) -> str:
+    """SHA-256 of everything that the comparison of documents depends on; `work` if there is none with evaluations."""
+    if not options.evaluations:
+        return work
+    return hashlib.sha256(json.dumps([work, _evaluation_files(options)]).encode()).hexdigest()
+
+
+def _evaluation_files(options: TokenizeOptions) -> list[tuple[str, int, int]]:
+    """Path, size and modification time of each file of evaluations."""
+    return [(file, os.path.getsize(file), os.stat(file).st_mtime_ns) for file in options.evaluations]

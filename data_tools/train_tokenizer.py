@@ -8,7 +8,7 @@ from pathlib import Path
 import sentencepiece
 
 from data_tools.documents import (
-    SMALLER_ON_DISK,
+    OTHER_SIZE_ON_DISK,
     BadRecord,
     EncodingErrors,
     Shard,
@@ -93,15 +93,15 @@ def train_tokenizer(
 
 
 def _text_bytes(shards: Sequence[Shard], text_key: str, encoding_errors: EncodingErrors) -> int:
-    """Bytes of the text in `shards`: those with files that are smaller on the disk are read for it, of others the size
-    counts."""
-    smaller = [shard for shard in shards if any(chunk.path.endswith(SMALLER_ON_DISK) for chunk in shard)]
-    total = sum(map(shard_bytes, smaller))
+    """Bytes of the text in `shards`: those with files of another size on the disk are read for it, of the others the
+    size counts."""
+    unknown = [shard for shard in shards if any(chunk.path.endswith(OTHER_SIZE_ON_DISK) for chunk in shard)]
+    total = sum(map(shard_bytes, unknown))
     found = sum(map(shard_bytes, shards)) - total
-    if not smaller:
+    if not unknown:
         return found
     with ByteProgress("train-tokenizer: measuring", total) as progress:
-        for shard in smaller:
+        for shard in unknown:
             for document in read_documents(shard, text_key, encoding_errors=encoding_errors):
                 found += 0 if isinstance(document, BadRecord) else len(document)
             progress.advance(shard_bytes(shard))

@@ -190,7 +190,7 @@ def smaller(recipe: Path) -> list[str]:
             if (length := getattr(source, key)) is not None:
                 changes[f"data.train.{index}.{key}"] = length // SHRINK
         if source.upsample:
-            changes[f"data.train.{index}.upsample.min_length"] = source.upsample.min_length // SHRINK
+            changes[f"data.train.{index}.upsample.0.min_length"] = source.upsample[0].min_length // SHRINK
     for index, stage in enumerate(config.stages):
         changes[f"stages.{index}.seq_len"] = stage.seq_len // SHRINK
         # A single batch of conversations may have no token that carries loss, and a stage without any is an error.

@@ -116,7 +116,7 @@ def test_a_wheel_alone_runs_the_quick_start_of_the_guide(built: Path, tmp_path: 
 
     folder = tmp_path / "elsewhere"
     (folder / "corpus").mkdir(parents=True)
-    for number, source in enumerate(sorted((ROOT / "moba_train").rglob("*.py"))):  # enough for some to be held out
+    for number, source in enumerate(sorted((ROOT / "moba_train").rglob("*.py"))[::3]):  # enough for some to be held out
         shutil.copy(source, folder / "corpus" / f"{number}.txt")
     found = done(
         [str(programs / "python"), "-c", "import moba_train, data_tools; print(moba_train, data_tools)"], folder

@@ -1,8 +1,8 @@
 """Sources of the tokens."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from moba_train.config.base import LARGEST_COUNT, Length, Section
 
@@ -10,11 +10,11 @@ LongConversations = Literal["split", "truncate", "drop", "error"]
 
 
 class UpsampleConfig(Section):
-    """Long documents more often than the others."""
+    """Long documents more often than the others. In the list, lengths ascend; a single section is a list of one."""
 
     min_length: Length = Field(description="minimum tokens of a document that counts as long")
     factor: float = Field(
-        gt=0, le=1_000_000, description="number of times that a long document is read for each time of another one"
+        gt=0, le=1_000_000, description="number of times that it is read for each time of one that is not long"
     )
 
 
@@ -30,9 +30,17 @@ class SourceConfig(Section):
     )
     min_length: Length | None = Field(None, description="only documents of at least this many tokens")
     below_length: Length | None = Field(None, description="only documents of fewer tokens than this")
-    upsample: UpsampleConfig | None = Field(
-        None, description="read long documents more often; the source's weight stays the same"
-    )
+    upsample: Annotated[
+        list[UpsampleConfig],
+        BeforeValidator(lambda given: given if isinstance(given, list) else [given] * (given is not None)),
+    ] = Field([], description="ranges of long documents that are read more often; the source's weight stays the same")
+
+    @property
+    def length_bins(self) -> list[tuple[int, int | None, float]]:
+        """First length, the length that it ends before, and factor of each range of lengths."""
+        begins = [self.min_length or 0, *(step.min_length for step in self.upsample)]
+        factors = [1.0, *(step.factor for step in self.upsample)]
+        return [*zip(begins, [*begins[1:], self.below_length], factors, strict=True)]
 
 
 class DataConfig(Section):

@@ -6,6 +6,7 @@ n p_s of source s to within (1 + S p_s) / 2: one sample for equal weights, with 
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ def length_buckets(sources: Sequence[SourceConfig], open_corpus: Callable[[str],
     """
     buckets = [bucket for source in sources for bucket in _source_buckets(source, open_corpus(source.path))]
     for one, other in itertools.combinations(buckets, 2):
-        if one.path == other.path and _overlap(one, other):
+        if one.path == other.path and share_lengths(one, other):
             raise DataError(
                 f"corpus {one.path} is named twice in one blend; name it once and add up the weights, or give ranges "
                 "of lengths that do not overlap (min_length, below_length)"
@@ -90,28 +91,20 @@ def length_buckets(sources: Sequence[SourceConfig], open_corpus: Callable[[str],
 
 
 def _source_buckets(source: SourceConfig, corpus: IndexedDataset) -> Iterator[LengthBucket]:
-    low = source.min_length or 0
-    high = source.below_length
-    upsample = source.upsample
-    if upsample is None:
-        _count_tokens(corpus, low, high)
-        yield LengthBucket(source.path, low, high, source.weight)
-        return
-    short = _count_tokens(corpus, low, upsample.min_length)
-    long = upsample.factor * _count_tokens(corpus, upsample.min_length, high)
-    yield LengthBucket(source.path, low, upsample.min_length, source.weight * short / (short + long))
-    yield LengthBucket(source.path, upsample.min_length, high, source.weight * long / (short + long))
+    bins = source.length_bins
+    tokens = [factor * _count_tokens(corpus, low, high) for low, high, factor in bins]
+    for (low, high, _), part in zip(bins, tokens, strict=True):
+        weight = source.weight * part / sum(tokens) if source.upsample else source.weight
+        yield LengthBucket(source.path, low, high, weight)
 
 
 def _count_tokens(corpus: IndexedDataset, low: int, high: int | None) -> int:
     """Tokens in documents of length [low, high). Raises DataError when there are none."""
     tokens = int(corpus.document_lengths[corpus.documents_of_length(low, high)].sum())
     if not tokens:
-        limits = ""
+        limits = f" in documents of at least {low} tokens" if low else ""
         if high is not None:
             limits = f" in documents of {low} to {high - 1} tokens"
-        elif low:
-            limits = f" in documents of at least {low} tokens"
         raise DataError(
             f"corpus {corpus.prefix} has no tokens{limits}; change or remove the source, or make the corpus again"
             f"{'; `moba-data stats` shows the lengths' if limits else ''}"
@@ -119,8 +112,7 @@ def _count_tokens(corpus: IndexedDataset, low: int, high: int | None) -> int:
     return tokens
 
 
-def _overlap(one: LengthBucket, other: LengthBucket) -> bool:
-    def ends_before(low: LengthBucket, high: LengthBucket) -> bool:
-        return low.below_length is not None and low.below_length <= high.min_length
-
-    return not (ends_before(one, other) or ends_before(other, one))
+def share_lengths(one: LengthBucket | SourceConfig, other: LengthBucket | SourceConfig) -> bool:
+    """True if documents of one length belong to both."""
+    least = max(one.min_length or 0, other.min_length or 0)
+    return least < min(one.below_length or math.inf, other.below_length or math.inf)

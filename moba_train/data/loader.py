@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The way from corpora to samples, the same in all stages of a run."""
+    """The way from corpora to samples, the same in all stages of a run: arguments of `StageData`."""
 
     seed: int
     """Seed of the order of documents and samples."""
@@ -40,17 +40,7 @@ def training_data(spec: DataSpec, stage: Stage, starts: Mapping[str, int]) -> St
 
     Raises DataError as `StageData` does, and when no token of the stage's corpora carries loss.
     """
-    data = StageData(
-        stage.sources,
-        stage.seq_len,
-        stage.max_steps * stage.batch_sequences,
-        spec.seed,
-        starts,
-        spec.vocab_size,
-        spec.packing,
-        spec.loss_norm,
-        spec.long_conversations,
-    )
+    data = StageData(stage.sources, stage.seq_len, stage.max_steps * stage.batch_sequences, starts=starts, **vars(spec))
     data.check_loss()
     return data
 

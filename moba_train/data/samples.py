@@ -21,6 +21,8 @@ from moba_train.data.sidecar import Fingerprint
 from moba_train.data.stream import DocumentPart, DocumentStream
 from moba_train.errors import DataError
 
+LENGTHS = np.array([0, *((1 << power) + 1 for power in range(40))])
+"""Bounds of the ranges of lengths that are counted: up to a power of two, above the one before."""
 BLEND_BLOCK = 1 << 16
 """Samples whose sources are computed, and cached, together: looking up one sample after the other would sort the blend
 each time."""
@@ -274,6 +276,14 @@ class StageData:
                     f"stage reads it about {epochs:,.1f} times"
                 )
         return found
+
+    def tokens_by_length(self) -> dict[str, int]:
+        """Tokens that the stage takes of documents of up to each power of two tokens, by what its buckets hold."""
+        found = np.zeros(len(LENGTHS) - 1)
+        for bucket, stream, samples in zip(self.buckets, self.streams, self.samples_per_bucket.tolist(), strict=True):
+            lengths = stream.lengths[stream.dataset.documents_of_length(bucket.min_length, bucket.below_length)]
+            found += np.histogram(lengths, LENGTHS, weights=lengths)[0] * (samples * self.seq_len / stream.tokens)
+        return {str(1 << power): round(tokens) for power, tokens in enumerate(found.tolist()) if tokens}
 
     def read_again(self) -> list[tuple[str, int, int]]:
         """Name, tokens and tokens taken of each bucket of which the stage takes more than it has."""

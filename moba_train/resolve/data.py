@@ -20,11 +20,13 @@ def length_problems(data: DataConfig, stages: Sequence[StageConfig]) -> Iterator
     """Ranges of document lengths that hold nothing."""
     for key, source in recipe_sources(data, stages):
         low, high = source.min_length or 0, source.below_length or math.inf
+        begins = [begin for begin, *_ in source.length_bins[1:]]
         if low >= high:
             yield f"{key}.below_length: given {high}; allowed: above min_length {low}"
-        elif source.upsample and not low < source.upsample.min_length < high:
+        elif [low, *begins, high] != sorted({low, *begins, high}):
             allowed = f"above min_length {low}" + (f" and below below_length {high}" if source.below_length else "")
-            yield f"{key}.upsample.min_length: given {source.upsample.min_length}; allowed: {allowed}"
+            allowed += ", each above the one before" if len(begins) > 1 else ""
+            yield f"{key}.upsample.min_length: given {', '.join(map(str, begins))}; allowed: {allowed}"
 
 
 def corpus_problems(

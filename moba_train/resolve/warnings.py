@@ -10,6 +10,7 @@ from moba_train.config.base import format_count
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.stages import Stage
+from moba_train.data.blend import share_lengths
 from moba_train.data.indexed import corpus_file
 from moba_train.data.samples import StageData
 from moba_train.data.sidecar import read_sidecar
@@ -73,7 +74,7 @@ def _trained_on_warnings(sources: NamedSources, validation: Sequence[SourceConfi
     """Validation corpora whose documents are also trained on."""
     trained = [(key, source) for key, source in sources if not key.startswith("data.validation")]
     for index, held_out in enumerate(validation):
-        same = [key for key, source in trained if source.path == held_out.path and _share_lengths(source, held_out)]
+        same = [key for key, source in trained if source.path == held_out.path and share_lengths(source, held_out)]
         if same:
             yield (
                 f"data.validation[{index}]: the corpus {held_out.path} is trained on as well ({same[0]}), so that its "
@@ -110,12 +111,6 @@ def _short_validation_warnings(
                     "are; hold out more, or lower it"
                 )
                 return
-
-
-def _share_lengths(one: SourceConfig, other: SourceConfig) -> bool:
-    """True if documents of one length belong to both."""
-    least = max(one.min_length or 0, other.min_length or 0)
-    return least < min(one.below_length or math.inf, other.below_length or math.inf)
 
 
 def _vocabulary_warnings(spec: ModelSpec, known: int | None, from_elsewhere: bool) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from moba_train.checkpoint.checkpointer import Checkpointer, Saved
 from moba_train.config.load import parse_config
 from moba_train.config.stages import Stage
+from moba_train.data.samples import StageData
 from moba_train.environment import code_version, describe_code, describe_machine
 from moba_train.errors import LaunchError
 from moba_train.memory.activations import StageActivations
@@ -133,10 +134,11 @@ class RunReports:
             predicted_host_gib=found.host_bytes / 2**30,
         )
 
-    def stage(self, stage: Stage, last_step: int) -> None:
+    def stage(self, stage: Stage, last_step: int, data: StageData) -> None:
         """Report that `stage` begins, unless an earlier start has done so at this step, in the same words; `last_step`:
         last step of the run, as far as that is known."""
         facts = {"message": stage.describe(), **_stage_facts(stage, last_step)}
+        facts |= {"tokens_by_length": data.tokens_by_length()} if self._is_main else {}
         if not self.is_recorded(STAGE, stage, step=self._progress.step, **facts):
             self.event(STAGE, **facts)
 

@@ -207,7 +207,7 @@ class Trainer:
         self.reports.telemetry.stage = stage.name
         self.stop.time.begin_stage()
         if begins:
-            self.reports.stage(stage, run.stages[-1].end_step)
+            self.reports.stage(stage, run.stages[-1].end_step, data)
         self.reports.layout(stage, layout)
         for warning in data.warnings(stage.batch_tokens):
             self.reports.event("warning", warning)

@@ -2,8 +2,6 @@
 
 import doctest
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +15,7 @@ import torch
 from moba_train.attention.kernels import table
 from moba_train.attention.kernels.table import Facts, Machine, kernel_for, resolve_backend
 from moba_train.attention.kernels.varlen import KERNELS
+from tests.forked_program import ForkedProgram
 
 ROOT = Path(__file__).parents[2]
 KEY = "attention.moba.backend"
@@ -179,15 +178,15 @@ def test_no_other_file_of_attention_asks_for_a_capability_or_a_release() -> None
     assert found == {"attention/kernels/table.py"}
 
 
-def test_kernels_are_imported_only_when_they_run() -> None:
-    program = (
+def test_kernels_are_imported_only_when_they_run(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
         "import sys, torch\nfrom moba_train.attention.moba import moba_attention\nimport moba_train.train\n"
         "moba_attention(*[torch.zeros(9, 1, 16)] * 3, block_size=4, topk=2)\n"
         "ours = [name for name in sys.modules if name.startswith('moba_train')]\n"
         "print([name for name in ours if {'triton', 'tl', 'gl'} & vars(sys.modules[name]).keys()])"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert found.stdout.strip() == "[]"
+    output, _ = ForkedProgram([str(tmp_path / "program.py")], tmp_path / "output").communicate()
+    assert output == "[]\n"
 
 
 def test_the_example_of_the_lists_is_true() -> None:

@@ -77,6 +77,10 @@ def test_the_command_prints_the_shares(recipe: Path) -> None:
     result = CliRunner().invoke(app, ["blend", str(recipe), "stages.1.tokens=1280"])
     assert result.exit_code == 0, result.output
     assert "75.00%" in result.output
+    table = result.output[result.output.index("up to") :]
+    # Stage one reads documents of at most 8, 16 and 64 tokens of a (12 : 12 : 76) and of 8 and 64 of b (5 : 55).
+    rows = {words[0]: words[1:] for line in table.splitlines() if (words := line.replace("│", " ").split())}
+    assert (rows["16"], rows["32"]) == (["9.0%", "0.0%"], ["8.4%", "33.3%"])
     result = CliRunner().invoke(app, ["blend", str(recipe), "data.train.0.path=nowhere"])
     assert result.exit_code == 2
     assert "no file nowhere.bin" in result.output

@@ -23,6 +23,7 @@ def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / "text" / f"{number}.py").write_text(prose(number, 20_000 if number % 20 == 0 else 500))
     lines = [json.dumps({"text": prose(number, 30 + 40 * number)}) for number in range(60)]
     (tmp_path / "web.jsonl.gz").write_bytes(gzip.compress("\n".join([*lines, "{bad"]).encode()))
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"question": prose(59, 200)}))
     (recipe,) = blocks(GUIDE, "yaml")
     recipe = recipe.replace("configs/models", str(ROOT / "configs" / "models"))
     (tmp_path / "recipe.yaml").write_text(recipe.replace("32000", "320"))
@@ -37,6 +38,8 @@ def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Mon
         workers = ["--workers", "1"] if words[1] == "tokenize" else []
         run([word.replace("32000", "320") for word in words], *workers)
     assert (tmp_path / "web.skipped.txt").read_text().startswith("web.jsonl.gz:61: ")
+    found = json.loads((tmp_path / "clean.filter.json").read_text())
+    assert found["contamination"]["evaluations"]["tasks.jsonl"]["contaminated"] == 1
     assert (tmp_path / "lengths.html").stat().st_size > 1000
 
     config = load_config(tmp_path / "recipe.yaml")

@@ -38,6 +38,7 @@ from moba_train.tools.report.oracle_charts import oracle_charts
 from moba_train.tools.report.sink import INSTALL
 from moba_train.tools.report.training_charts import (
     data_mix_chart,
+    document_lengths_chart,
     experts_chart,
     gradient_chart,
     learning_rate_chart,
@@ -64,7 +65,7 @@ _LONG_CONTEXT: tuple[ChartMaker, ...] = (
 _SECTIONS: tuple[tuple[str, tuple[ChartMaker, ...]], ...] = (
     ("Training", (loss_chart, throughput_chart, mfu_chart, learning_rate_chart, gradient_chart, experts_chart)),
     ("Long context", _LONG_CONTEXT),
-    ("Data", (data_mix_chart, padding_chart)),
+    ("Data", (data_mix_chart, document_lengths_chart, padding_chart)),
     ("Machine", (step_time_chart, memory_chart)),
 )
 

@@ -9,6 +9,7 @@ import numpy as np
 from moba_train.tools.report.chart import Chart, Shown, Trace, palette, text, wrapped
 from moba_train.tools.report.history import (
     Column,
+    Record,
     axes,
     number,
     place_columns,
@@ -174,6 +175,38 @@ def data_mix_chart(runs: Sequence[Shown]) -> list[Chart]:
     }
     note = "Share of each corpus in a stage's tokens, by the weights of the recipe."
     return [Chart("data-mix", "Data mix", note, traces, layout, height=max(340, 170 + 34 * len(mixes)))]
+
+
+def document_lengths_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """Share of each stage's tokens by the length of their document, as the stage takes them from its corpora."""
+    traces: list[Trace] = []
+    for run in runs:
+        for stage in run.history.stages:
+            counted = tokens_by_length(stage)
+            if total := sum(counted.values()):
+                trace = {"x": [*counted], "y": [tokens / total for tokens in counted.values()], "mode": "lines+markers"}
+                colour = {"color": palette(len(traces) + 1), "shape": "hvh"}
+                trace |= {"type": "scatter", "name": run.called(text(stage["stage"])), "line": colour}
+                traces.append(trace | {"hovertemplate": "up to %{x:,} tokens: %{y:.1%}"})
+    if not traces:
+        return []
+    layout = {
+        "xaxis": {"type": "log", "dtick": math.log10(2), "title": "length of the document, tokens (up to)"},
+        "yaxis": {"title": "share of tokens", "tickformat": ".0%", "rangemode": "tozero"},
+        "hovermode": "closest",
+    }
+    note = "Share of a stage's tokens in documents of up to a length, and above half of it."
+    return [Chart("document-lengths", "Document lengths", note, traces, layout)]
+
+
+def tokens_by_length(stage: Record) -> dict[int, float]:
+    """Tokens by the upper bound of their document's length, of the record that began a stage; empty without them."""
+    found = stage.get("tokens_by_length")
+    if not isinstance(found, dict):
+        return {}
+    bounds = [bound for bound in found if bound.isdecimal() and len(bound) < 16]
+    counted = {int(bound): number(found, bound) for bound in sorted(bounds, key=int)}
+    return {bound: tokens for bound, tokens in counted.items() if 0 < tokens < math.inf}
 
 
 def data_mix(recipe: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:

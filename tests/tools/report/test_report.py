@@ -374,6 +374,22 @@ def test_an_evaluation_alone_has_a_page(recorded: Path, tmp_path: Path) -> None:
     assert all(chart["traces"] == drawn[key]["traces"] for key, chart in by_key.items())
 
 
+def test_the_lengths_of_documents_are_those_that_each_stage_has_recorded(
+    recorded: Path, change_records: Callable[[Path, Callable[[dict[str, Any]], object]], None]
+) -> None:
+    assert "document-lengths" not in charts(recorded)  # a run of an earlier version
+    forged = {"64": 3.0, "128": 1, "x": 4, "256": "many", "9" * 99: 1, "512": -1}
+
+    def add(record: dict[str, Any]) -> None:
+        if record["type"] == "stage":
+            record["tokens_by_length"] = forged
+
+    change_records(recorded, add)
+    traces = charts(recorded)["document-lengths"]["traces"]
+    assert len(traces) == 3
+    assert {(tuple(trace["x"]), tuple(trace["y"])) for trace in traces} == {((64, 128), (0.75, 0.25))}
+
+
 def test_the_data_mix_follows_the_weights() -> None:
     common = [{"path": "a", "weight": 3}, {"path": "b"}]
     own = [{"path": "b", "min_length": 200}]
