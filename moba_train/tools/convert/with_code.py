@@ -87,7 +87,8 @@ def write_code(output: Path) -> None:
 def code_config(family: Family) -> dict[str, Any]:
     """Entries of config.json for the code. A model that needs the code also names the code's config, so that
     transformers refuses it without `trust_remote_code`."""
-    classes = {"AutoModelForCausalLM": f"{_MODULE}.MobaForCausalLM"}
     if family.needs_code:
-        classes["AutoConfig"] = f"{_MODULE}.MobaConfig"
+        classes = {"AutoModelForCausalLM": f"{_MODULE}.MobaForCausalLM", "AutoConfig": f"{_MODULE}.MobaConfig"}
+    else:
+        classes = {"AutoModelForCausalLM": f"{_MODULE}.Moba{family.architecture}"}
     return {"moba_decode": "full", "auto_map": classes}

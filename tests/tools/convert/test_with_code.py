@@ -375,6 +375,12 @@ def test_what_the_code_cannot_do_is_refused_by_name(exported: Exported) -> None:
         assert message in exported.answers[name]
 
 
+def test_the_class_is_that_of_the_config(exported: Exported) -> None:
+    """transformers 5.17 loads no other."""
+    one, other = exported.answers["configs"]
+    assert one == other
+
+
 def test_only_what_needs_the_code_is_refused_without_trust(exported: Exported) -> None:
     """Programs that go by the architecture refuse it, and so does transformers: it would run another function."""
     config = json.loads((exported.folder / "config.json").read_text())

@@ -24,7 +24,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, StaticCache
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    StaticCache,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .attention_moba_train import Call, Kind, Moba, MobaWindow, New, Rotary, Window, load_kernels, norm_of, shape_of
@@ -380,3 +389,22 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
             logits = self.logits_cap * (logits / self.logits_cap).tanh()
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})
+
+
+# transformers before 5.24 loads a class only for the config that it names.
+class MobaLlamaForCausalLM(MobaForCausalLM):
+    """The language model for an ordinary Llama's config."""
+
+    config_class = LlamaConfig
+
+
+class MobaQwen2ForCausalLM(MobaForCausalLM):
+    """The language model for an ordinary Qwen2's config."""
+
+    config_class = Qwen2Config
+
+
+class MobaQwen3ForCausalLM(MobaForCausalLM):
+    """The language model for an ordinary Qwen3's config."""
+
+    config_class = Qwen3Config
