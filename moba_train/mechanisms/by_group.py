@@ -11,7 +11,7 @@ group, d head width.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -28,6 +28,7 @@ from moba_train.attention.kind import (
     MicroBatch,
     StageContext,
     TokenBytes,
+    TwoSublayers,
 )
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import LocalAttention
@@ -38,9 +39,10 @@ from moba_train.registry import ATTENTION_KINDS
 
 
 def can_be_part(kind: Any) -> bool:
-    """True for kinds that attend by softmax to keys: full attention, windows, and what selects blocks."""
-    fields = kind.Options.model_fields
-    return kind.name in ("full", "window") or {"block_size", "topk"} <= fields.keys()
+    """True for kinds that attend by softmax to keys: full attention, windows, and what selects blocks. None that has a
+    second sublayer: that is of all heads."""
+    selects = {"block_size", "topk"} <= kind.Options.model_fields.keys()
+    return kind.name in ("full", "window") or (selects and not issubclass(kind, TwoSublayers))
 
 
 class Part(Section):
@@ -66,13 +68,38 @@ class Part(Section):
         return {**given, "options": options}
 
 
+class _PartStates(MutableMapping[str, Tensor]):
+    """A part's states while tokens are generated: those of the layer whose names begin with the part's."""
+
+    def __init__(self, states: MutableMapping[str, Tensor], name: str) -> None:
+        self._states = states
+        self._prefix = f"{name}."
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._states[self._prefix + name]
+
+    def __setitem__(self, name: str, states_Bx: Tensor) -> None:
+        self._states[self._prefix + name] = states_Bx
+
+    def __delitem__(self, name: str) -> None:
+        del self._states[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in self._states if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class _PartShard(Shard):
-    """A part's shard: what it gathers has names of its own."""
+    """A part's shard: what it gathers and its states have names of their own."""
 
     def __init__(self, shard: Shard, name: str) -> None:
         self._shard = shard
         self._name = name
-        self.generation = shard.generation
+        self.generation = given = shard.generation
+        if given is not None:
+            self.generation = given._replace(states=_PartStates(given.states, name))
 
     @property
     def layout(self) -> Layout:
