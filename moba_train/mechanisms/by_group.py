@@ -32,7 +32,7 @@ from moba_train.attention.kind import (
 )
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import LocalAttention
-from moba_train.attention.shard import Shard, ShardPlace, own_rows, padded
+from moba_train.attention.shard import Shard, ShardPlace, attends_to_all, own_rows, padded
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.registry import ATTENTION_KINDS
@@ -124,9 +124,10 @@ class _PartShard(Shard):
 class _PartEngine(Engine):
     """A part's engine: it gathers keys and attends by itself, as an engine exchanges the keys of a whole layer."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, full: LocalAttention) -> None:
         self._engine = engine
         self._name = name
+        self._full = full
         self.observers = engine.observers
 
     def __call__(
@@ -134,6 +135,8 @@ class _PartEngine(Engine):
     ) -> tuple[Tensor, Tensor]:
         assert not sink, "no kind that takes sinks is given one here"
         shard = self.shard(layout)
+        if attends_to_all(shard) and attention.facts.decodes_full:
+            attention = self._full
         k_TKD, v_TKD = (shard.gather(name, own_rows(x, shard)) for name, x in (("k", k_LKD), ("v", v_LKD)))
         out_nHD, lse_Hn = shard.attend(own_rows(q_LHD, shard), k_TKD, v_TKD, attention)
         return padded(out_nHD, len(q_LHD)), F.pad(lse_Hn, (0, len(q_LHD) - len(out_nHD)))
@@ -195,6 +198,7 @@ class ByGroupKind(AttentionKind):
         self._named = {part.kind: part.groups for part in options.parts}
         self._kinds = {part.kind: _kind_of(part, head_dim) for part in options.complete(0)}
         self._kinds.setdefault("full", ATTENTION_KINDS["full"](ATTENTION_KINDS["full"].Options(), head_dim))
+        self._full = self._kinds["full"].attentions
         facts = [kind.facts for kind in self._kinds.values()]
         self.facts = KindFacts(
             not_exported=frozenset(),
@@ -250,7 +254,7 @@ class ByGroupKind(AttentionKind):
                 q_THd=q_TGd,
                 k_TKd=layer.k_TKd[:, groups],
                 v_TKd=layer.v_TKd[:, groups],
-                engine=_PartEngine(layer.engine, kind),
+                engine=_PartEngine(layer.engine, kind, *self._full),
                 sink=(),
             )
             assert parameters is None or isinstance(parameters, nn.ModuleDict)

@@ -11,6 +11,7 @@ from torch import Tensor
 from moba_train.attention.kind import MicroBatch, StageContext
 from moba_train.attention.registry import KINDS
 from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.tools.inference.cache import CachedAttention, CachePlan
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
@@ -85,6 +86,20 @@ def test_documents_are_independent(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", ["moba and full", "msa and a window", "key convolutions"])
 def test_new_tokens_are_decoded_as_trained(case: str) -> None:
     assert_decodes_like_training("by_group", CASES[case], prompts=(13, 5), steps=4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["moba", "msa"])
+def test_new_tokens_attend_to_all_keys_if_they_are_to(kind: str) -> None:
+    layer = make_layer("by_group", {"parts": [{"kind": kind, "groups": [1], "options": BLOCKS}]}, [27])
+    full = layer.with_inputs(layer.inputs(), kind=KINDS["full"](KINDS["full"].Options(), MODEL.head_width))
+    plan = CachePlan([27], torch.device("cpu"))
+    engine = CachedAttention(plan, "full")
+    plan.read(0, 26)
+    run_layer(layer.with_inputs((x[:26] for x in layer.inputs()), layout=plan.layout), engine)
+    plan.decode([0])
+    new = layer.with_inputs((x[26:] for x in layer.inputs()), layout=plan.layout)
+    torch.testing.assert_close(run_layer(new, engine)[0], run_layer(full)[0][26:], rtol=0, atol=1e-12)
 
 
 def grouped(run: Run) -> Run:
