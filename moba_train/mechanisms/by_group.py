@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Field, ValidationError, WithJsonSchema, model_validator
 from torch import Tensor, nn
 
 from moba_train.attention.engine import Engine
@@ -34,6 +34,7 @@ from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import LocalAttention
 from moba_train.attention.shard import Shard, ShardPlace, attends_to_all, own_rows, padded
 from moba_train.config.base import Section
+from moba_train.config.explain import explain
 from moba_train.config.model import ModelConfig
 from moba_train.registry import ATTENTION_KINDS
 
@@ -64,7 +65,11 @@ class Part(Section):
             raise ValueError(f"kind: given {name}; allowed: {', '.join(allowed)}")
         options = given.get("options", {})
         if not isinstance(options, Section):
-            options = kind.Options.model_validate(options)
+            try:
+                options = kind.Options.model_validate(options)
+            except ValidationError as error:
+                found = (f"options.{problem}" for problem in explain(error, kind.Options))
+                raise ValueError("; ".join(found).replace("options.the recipe:", "options:")) from None
         return {**given, "options": options}
 
 

@@ -154,7 +154,8 @@ def test_costs_are_those_of_the_parts() -> None:
         ([SPARSE | {"groups": [0, 0]}], "parts: given group 0 more than once"),
         ([{"kind": "lightning", "groups": [0]}], "kind: given lightning; allowed: full, .*msa"),
         ([{"kind": "moba_v05", "groups": [0]}], "kind: given moba_v05; allowed: full, moba, .*window"),
-        ([{"kind": "moba", "groups": [0], "options": {"topks": 3}}], "topks"),
+        ([{"kind": "moba", "groups": [0], "options": {"topks": 3}}], r"options\.topks: unknown key .*topk"),
+        ([{"kind": "moba", "groups": [0], "options": None}], "options: given null; allowed: a section with .*topk"),
     ],
 )
 def test_parts_that_contradict_each_other_are_refused(parts: list[dict[str, Any]], problem: str) -> None:
