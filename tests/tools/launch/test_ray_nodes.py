@@ -75,6 +75,7 @@ class TestWithRay:
         from ray.cluster_utils import Cluster
 
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1})
         cluster.add_node(num_cpus=2, num_gpus=1)
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
