@@ -23,7 +23,7 @@ def warned_of_nothing_yet() -> Iterator[None]:
 
 
 def printed(machine: Machine) -> str:
-    console = Console(file=io.StringIO(), markup=False, width=300)
+    console = Console(file=io.StringIO(), markup=False, width=1000)
     print_kernels(console, machine)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
