@@ -159,7 +159,7 @@ def print_kernels(console: Console, machine: Machine) -> None:
 
 
 def _passes(machine: Machine, block_size: int) -> list[str]:
-    """What `auto` runs in the forward and the backward pass of a long call."""
+    """Kernels of `auto` in the forward and the backward pass of a long call; on the CPU one name for both."""
     facts = Facts(machine, torch.bfloat16, 128, block_size, history_blocks=7, rows=2**21)
     backend = resolve_backend("", "auto", facts)
     if backend.order[0] != "triton":

@@ -26,7 +26,7 @@ _LAUNCHER = "launch/multinode.sh"
 def main(arguments: list[str]) -> int:
     """Run until all nodes have ended. Returns 0, or the code of the first node that failed.
 
-    Raises LaunchError if Ray is not installed or the cluster has too few nodes with so many GPUs.
+    Raises LaunchError if Ray is not installed or the cluster has too few nodes with the GPUs asked for.
     """
     parser = argparse.ArgumentParser(prog="python -m moba_train.tools.launch.ray_nodes")
     parser.add_argument("--nodes", type=int, required=True, help="nodes of the cluster")
