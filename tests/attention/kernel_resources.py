@@ -16,7 +16,7 @@ from benchmarks.record import insert_tables, markdown
 from tests.attention.test_triton_compiles import KIBIBYTES, GPUTarget, compile_for_hopper, kernels_at, triton
 
 PAGE = Path(__file__).parents[2] / "benchmarks" / "measured" / "kernel-resources.md"
-TARGETS = [*(("cuda", name, 32) for name in sorted(KIBIBYTES)), ("hip", "gfx942", 64)]
+TARGETS: list[tuple[str, Any, int]] = [*(("cuda", name, 32) for name in sorted(KIBIBYTES)), ("hip", "gfx942", 64)]
 LOCAL_KIBIBYTES = 64
 """Shared memory of a program on gfx942, by AMD's data sheet."""
 
@@ -47,9 +47,9 @@ def table() -> str:
         columns.append({})
         for block_size in (128, 4096):
             for kernel, tile, constants in kernels_at(128, block_size, limit):
-                options = {"num_warps": tile.warps, "num_stages": tile.stages}
+                options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "target": target}
                 try:
-                    compiled = compile_for_hopper(kernel, constants, tile.keys, target=target, **options)
+                    compiled = compile_for_hopper(kernel, constants, tile.keys, **options)
                     columns[-1][kernel.__name__] = resources(compiled)
                 except RuntimeError as error:  # no compiler of Triton's takes it
                     columns[-1][kernel.__name__] = type(error).__name__

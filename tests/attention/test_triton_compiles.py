@@ -297,8 +297,8 @@ def test_kernels_fit_the_shared_memory_of_other_gpus(head_dim: int, block_size: 
     limit = KIBIBYTES[architecture] * 1024
     target = GPUTarget("cuda", architecture, 32)
     for kernel, tile, constants in kernels_at(head_dim, block_size, limit):
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        compiled = compile_for_hopper(kernel, constants, tile.keys, target=target, **options)
+        options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "target": target}
+        compiled = compile_for_hopper(kernel, constants, tile.keys, **options)
         assert compiled.metadata.shared <= limit, kernel.__name__
 
 
