@@ -134,10 +134,10 @@ class IndexerKind(QsaKind):
         options = self.options
         reference = options.backend == "reference"
         coarse_KnC = None
-        if options.coarse:
+        if options.coarse is not None:  # its truth would break the graph of torch 2.11, in which nothing then compiles
             rule = options.coarse.block_size, options.coarse.blocks, reference
             coarse_KnC = operators.coarse_blocks(q_nHd.detach(), k_TKd.detach(), *where, *rule)
-        coarse_size = options.coarse.block_size if options.coarse else 0
+        coarse_size = 0 if options.coarse is None else options.coarse.block_size
         sizes = options.block_size, options.history_blocks, self.pooled, reference
         return operators.select(*features, coarse_KnC, *where, *sizes, *options.forced, options.top_p, coarse_size)
 
