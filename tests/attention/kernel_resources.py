@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import insert_tables, markdown
+from tests.attention.test_gluon_compiles import forward_pass, one_pass
 from tests.attention.test_triton_compiles import KIBIBYTES, GPUTarget, compile_for_hopper, kernels_at, triton
 
 PAGE = Path(__file__).parents[2] / "benchmarks" / "measured" / "kernel-resources.md"
 TARGETS: list[tuple[str, Any, int]] = [*(("cuda", name, 32) for name in sorted(KIBIBYTES)), ("hip", "gfx942", 64)]
+GLUON = {
+    "hopper/blocks_from_512_forward": lambda: forward_pass(128)[0],
+    "hopper/blocks_128_gradients": lambda: one_pass("gathered", "bf16", "bf16", 128)[0],
+    "hopper/blocks_256_to_4096_gradients": lambda: one_pass("history", "bf16", "bf16", 128)[0],
+}
+"""Kernels for sm_90 alone: the largest one of each file."""
 LOCAL_KIBIBYTES = 64
 """Shared memory of a program on gfx942, by AMD's data sheet."""
 
@@ -54,8 +61,13 @@ def table() -> str:
                 except RuntimeError as error:  # no compiler of Triton's takes it
                     columns[-1][kernel.__name__] = type(error).__name__
                 print(name, kernel.__name__, columns[-1][kernel.__name__], flush=True)
+    for name, compile_it in GLUON.items():
+        columns[0][name] = ""
+        columns[[target[1] for target in TARGETS].index(90)][name] = resources(compile_it())
     heads = ["kernel", *(f"sm_{name}" if kind == "cuda" else str(name) for kind, name, _ in TARGETS)]
-    return markdown([heads, *([f"`{kernel}`", *(column[kernel] for column in columns)] for kernel in columns[0])])
+    return markdown(
+        [heads, *([f"`{kernel}`", *(column.get(kernel, "") for column in columns)] for kernel in columns[0])]
+    )
 
 
 if __name__ == "__main__":

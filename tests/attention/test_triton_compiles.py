@@ -278,7 +278,9 @@ def kernels_at(head_dim: int, block_size: int, limit: int) -> list[tuple[Any, Ti
         ]
     else:
         call |= {"SPLIT": 4096, "DIAGONAL": True}
+        kept = {"GROUP": False, "PREVIOUS": True, "FIRST": True, "LOCAL": 0, "HISTORY": 7, "KEPT": 8, "LEVELS": 3}
         found = [
+            (gate_kernels._select, TileShape(64, 64, gate_kernels.warps(7), 3), kept),
             (blocks_to_128.forward_to_128, shape.short_forward, call),
             (blocks_to_128.backward_to_128, shape.short_backward, {**call, "SUM": False}),
         ]
