@@ -19,6 +19,7 @@ from benchmarks.record import save
 from moba_train.config.load import parse_yaml
 from moba_train.tools.sparsify import recipes, steps
 from moba_train.tools.sparsify.page import scores_of
+from moba_train.tools.sparsify.places import places
 from moba_train.tools.sparsify.steps import Step
 
 FORCED = ["first", "previous", "current"]
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="OUTPUT of `moba-train sparsify`, with both arms of each seed")
     parser.add_argument("--only", nargs="*", help="names of arms; default: all")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on a GPU of its own")
     parser.add_argument("--list", action="store_true", help="print the arms with their overrides, and end")
     parser.add_argument("--output", type=Path, default=Path("sparsify-ablations.json"), help="result file")
     given = parser.parse_args()
@@ -86,7 +88,7 @@ def main() -> None:
         return
     if unknown := {*(given.only or ())} - {*arms}:
         parser.error(f"--only: given {', '.join(sorted(unknown))}; allowed: {', '.join(arms)}")
-    run(given.folder, given.only or list(arms), given.seeds, given.output)
+    run(given.folder, given.only or list(arms), given.seeds, given.output, given.jobs)
 
 
 def arms_of(folder: Path) -> dict[str, list[str]]:
@@ -97,25 +99,36 @@ def arms_of(folder: Path) -> dict[str, list[str]]:
     return ablations(read[recipes.SPARSE], read[recipes.EVALUATION]["evaluation"]["full_layers"]["count"])
 
 
-def run(folder: Path, names: Sequence[str], seeds: int, output: Path) -> None:
-    """Train and evaluate these arms, and save their results with those of both arms of the command."""
+def run(folder: Path, names: Sequence[str], seeds: int, output: Path, jobs: int = 1) -> None:
+    """Train and evaluate these arms. Results are saved as they come, with those of both arms of the command."""
     arms: dict[str, list[str]] = {"full": [], "sparse": []} | arms_of(folder)
     evaluation = parse_yaml((folder / "recipes" / recipes.EVALUATION).read_text(), recipes.EVALUATION)["evaluation"]
     settings = {"request": parse_yaml((folder / "request.yaml").read_text(), "request.yaml"), "seeds": seeds}
-    results = []
-    for name in ["full", "sparse", *names]:
-        for seed in range(1, seeds + 1):
+    todo = {}
+    for seed in range(1, seeds + 1):
+        for name in ["full", "sparse", *names]:
             run_dir = folder / "runs" / f"{name}-{seed}"
             recipe = str(folder / "recipes" / (recipes.FULL if name == "full" else recipes.SPARSE))
-            train = Step(
-                f"train {name} {seed}", ["train", recipe, f"seed={seed}", f"run_dir={run_dir}", *arms[name]], run_dir
-            )
-            asked = steps.evaluation_of(run_dir.name, folder, evaluation, f"full-{seed}")
-            steps.run_steps([train, asked], {}, folder, steps.run_here, print)
-            found = steps.training(run_dir / "metrics.jsonl") | scores_of(steps.read_json(asked.result))
-            results.append({"name": name, "seed": seed, "overrides": arms[name], **found})
-            save(output, settings, results)
-    for line in table(results):
+            words = ["train", recipe, f"seed={seed}", f"run_dir={run_dir}", *arms[name]]
+            train = Step(f"train {name} {seed}", words, run_dir)
+            todo[name, seed] = train, steps.evaluation_of(run_dir.name, folder, evaluation, f"full-{seed}")
+
+    def record(line: str) -> list[dict[str, Any]]:
+        """Prints a line of progress, and saves the results so far."""
+        print(line, flush=True)
+        results = [
+            {"name": name, "seed": seed, "overrides": arms[name]}
+            | steps.training(folder / "runs" / f"{name}-{seed}" / "metrics.jsonl")
+            | scores_of(steps.read_json(asked.result))
+            for (name, seed), (_, asked) in todo.items()
+            if asked.done
+        ]
+        save(output, settings, results)
+        return results
+
+    with places(jobs, 1) as found:
+        steps.run_steps([step for pair in todo.values() for step in pair], {}, folder, steps.run_here, record, found)
+    for line in table(record("")):
         print(line)
 
 

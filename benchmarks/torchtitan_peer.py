@@ -40,23 +40,48 @@ class Sequences:
             yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
 
 
-def model_arguments(shape: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of torchtitan's Llama for the section `model` of a recipe. Raises ValueError where it has no such
-    model."""
-    width = shape["hidden_size"] // shape["heads"]
-    if shape.get("head_dim", width) != width or shape.get("tie_embeddings") or shape.get("qk_norm"):
-        raise ValueError("torchtitan's Llama has head_dim hidden_size / heads, untied embeddings and no qk_norm")
-    return {
+def model_arguments(shape: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Family of torchtitan and its arguments for the section `model` of a recipe. Raises ValueError where it has no
+    such model."""
+    common = {
         "dim": shape["hidden_size"],
         "n_layers": shape["layers"],
         "n_heads": shape["heads"],
         "n_kv_heads": shape["kv_heads"],
         "vocab_size": shape["vocab_size"],
-        "ffn_dim_multiplier": 0.01,  # torchtitan rounds the small product up to a multiple of the next number
-        "multiple_of": shape["intermediate_size"],
         "norm_eps": shape.get("norm_eps", 1e-5),
         "rope_theta": shape.get("rope", {}).get("theta", 10000.0),
     }
+    moe = shape.get("moe")
+    width = shape["hidden_size"] // shape["heads"]
+    if shape.get("qk_norm"):
+        return "qwen3", {
+            **common,
+            "head_dim": shape.get("head_dim", width),
+            "hidden_dim": shape["intermediate_size"],
+            "enable_weight_tying": shape.get("tie_embeddings", False),
+            **({} if moe is None else _expert_arguments(moe)),
+        }
+    if shape.get("head_dim", width) != width or shape.get("tie_embeddings") or moe is not None:
+        raise ValueError("torchtitan's Llama has head_dim hidden_size / heads, untied embeddings and no experts")
+    multiple = shape["intermediate_size"]
+    # torchtitan rounds the small product up to a multiple
+    return "llama3", {**common, "ffn_dim_multiplier": 0.01, "multiple_of": multiple}
+
+
+def _expert_arguments(moe: dict[str, Any]) -> dict[str, Any]:
+    """Those of experts, as the 30B-A3B of torchtitan has them; `moe_args` are those of its `MoEArgs`."""
+    if further := moe.keys() - {"experts", "active", "intermediate_size", "shared"}:
+        raise ValueError(f"model.moe: given {', '.join(sorted(further))}, which torchtitan's Qwen3 does not have")
+    experts = {
+        "num_experts": moe["experts"],
+        "top_k": moe["active"],
+        "num_shared_experts": moe.get("shared", 0),
+        "score_func": "softmax",
+        "route_norm": True,
+        "score_before_experts": False,
+    }
+    return {"moe_enabled": True, "moe_inter_dim": moe["intermediate_size"], "moe_args": experts}
 
 
 def job(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -73,7 +98,11 @@ def job(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "seq_len": settings["seq_len"],
             "steps": settings["steps"],
         },
-        "parallelism": {"tensor_parallel_degree": settings["tp"], "context_parallel_degree": settings["cp"]},
+        "parallelism": {
+            "tensor_parallel_degree": settings["tp"],
+            "context_parallel_degree": settings["cp"],
+            "expert_parallel_degree": settings["ep"],
+        },
         "activation_checkpoint": {"mode": settings["policy"], "selective_ac_option": "op"},
         "compile": {"enable": settings["compiled"]},
     }
@@ -92,9 +121,10 @@ def job(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def train(settings: dict[str, Any]) -> None:
     """Train as `settings` say, on every rank, with the memory settings of torchtitan's launcher."""
     grow_segments()
-    import torchtitan.models.llama3 as llama3
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.config import JobConfig
+    from torchtitan.models import llama3, qwen3
+    from torchtitan.models.moe import MoEArgs
     from torchtitan.protocols.train_spec import register_train_spec
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
@@ -114,8 +144,14 @@ def train(settings: dict[str, Any]) -> None:
                     file.write(json.dumps(record) + "\n")
 
     init_logger()
-    spec = llama3.get_train_spec()
-    spec.model_args = {"shape": llama3.TransformerModelArgs(**model_arguments(settings["model"]))}
+    family, arguments = model_arguments(settings["model"])
+    if family == "qwen3":
+        spec = qwen3.get_train_spec()
+        arguments |= {"moe_args": MoEArgs(**arguments.get("moe_args", {}))}
+        spec.model_args = {"shape": qwen3.Qwen3ModelArgs(**arguments)}
+    else:
+        spec = llama3.get_train_spec()
+        spec.model_args = {"shape": llama3.TransformerModelArgs(**arguments)}
     spec.build_tokenizer_fn = None
     spec.build_validator_fn = None
     spec.state_dict_adapter = None

@@ -141,10 +141,12 @@ def is_running(process: int) -> bool:
     return False
 
 
-def trainer_command(content: dict[str, Any], file: Path, ranks: int, *overrides: str) -> list[str]:
+def trainer_command(
+    content: dict[str, Any], file: Path, ranks: int, *overrides: str, program: str = "moba_train.train"
+) -> list[str]:
     """The command that trains the recipe `content`, which is written to `file`; overrides: `key.path=value`."""
     file.write_text(yaml.safe_dump(content))
-    return [*torchrun(ranks), "moba_train.train", str(file), *overrides]
+    return [*torchrun(ranks), program, str(file), *overrides]
 
 
 def torchrun(ranks: int) -> list[str]:

@@ -34,6 +34,7 @@ import torch
 from benchmarks import training_rows
 from benchmarks.gpu_clocks import sampled
 from benchmarks.options import need_gpus
+from benchmarks.random_base import write_base
 from benchmarks.record import markdown, provenance, save, spread
 from benchmarks.trainer_run import model_shape, planned_here, run_until, torchrun, trainer_command, write_corpus
 from benchmarks.training_rows import POLICIES, Row, parse_row
@@ -54,7 +55,8 @@ def measure(row: Row, folder: Path, arguments: argparse.Namespace, limit_s: floa
     began = time.monotonic()
     before, host = host_bytes_in_use(), [0]
     result: dict[str, Any] = {"seq_len": row.seq_len, "attention": row.label, "fp8": row.fp8}
-    result |= {"policy": row.policy, "cp": row.cp, "tp": row.tp, "pp": row.pp, "sequences": _sequences(row, arguments)}
+    result |= {key: getattr(row, key) for key in ("policy", "cp", "tp", "pp", "ep", "lora")}
+    result["sequences"] = _sequences(row, arguments)
 
     def records() -> list[dict[str, Any]]:
         return [record for record in read_records(metrics) if "loss" in record] if metrics.exists() else []
@@ -119,21 +121,27 @@ def _summary(steady: Sequence[dict[str, Any]], planned: dict[str, Any]) -> dict[
 def _command(row: Row, folder: Path, arguments: argparse.Namespace) -> list[str]:
     if not row.by_torchtitan:
         recipe = _recipe(row, folder, arguments)
-        return trainer_command(recipe, folder / "recipe.yaml", arguments.gpus, *row.overrides)
+        program = "benchmarks.random_base" if row.lora else "moba_train.train"
+        return trainer_command(recipe, folder / "recipe.yaml", arguments.gpus, *row.overrides, program=program)
     if find_spec("torchtitan") is None:
         raise ImportError("torchtitan is not installed here (pip install torchtitan==0.2.2): row left out")
     settings = {
-        "model": model_shape(arguments.model) | ({"layers": arguments.layers} if arguments.layers else {}),
+        "model": _shape(arguments),
         "corpus": str(folder / row.documents),
         "metrics": str(folder / "run" / "metrics.jsonl"),
         "steps": row.warm + row.steps + 1,
         "sequences": _sequences(row, arguments),
         "micro_batch_size": row.micro or arguments.sequences_per_gpu,
-        **{key: getattr(row, key) for key in ("seq_len", "cp", "tp", "policy", "fp8", "compiled")},
+        **{key: getattr(row, key) for key in ("seq_len", "cp", "tp", "ep", "policy", "fp8", "compiled")},
     }
     file = folder / "torchtitan.json"
     file.write_text(json.dumps(settings))
     return [*torchrun(arguments.gpus), "benchmarks.torchtitan_peer", str(file)]
+
+
+def _shape(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The section `model` of all rows."""
+    return model_shape(arguments.model) | ({"layers": arguments.layers} if arguments.layers else {})
 
 
 def _system(row: Row) -> str:
@@ -240,6 +248,7 @@ def run(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
         needed = max((row.warm + row.steps + 2) * _sequences(row, arguments) * row.seq_len for row in rows)
         for documents in {row.documents for row in rows}:
             write_corpus(folder / documents, 2 * needed, model_shape(arguments.model)["vocab_size"], documents)
+        write_base(folder / "base", _shape(arguments))
         for row in rows:
             left = arguments.budget_seconds - (time.monotonic() - began)
             if left <= 0:

@@ -5,12 +5,16 @@ LENGTH:ATTENTION, then options in any order:
     ATTENTION         full | moba-BLOCK-TOPK | moba-BLOCK-TOPK-lastN (the last N layers full) | torchtitan (full, by it)
     none | selective | full | budget    activation checkpointing; offload: what it keeps goes to host memory
     fp8 | fp8-rowwise                   linear layers in FP8
-    cpN, tpN, ppN                       GPUs that share a sequence; that share each layer; that share the layers out
+    cpN, tpN, ppN, epN                  GPUs that share a sequence; each layer; the layers out; the experts of a layer
     microN, batchN                      sequences of a pass on a rank; sequences of a step on all GPUs
+    loraN                               adapters of rank N in all linear layers are trained, on a base of random weights
     warmN, stepsN                       steps that are left out of the numbers; steps that are measured
     eager                               blocks are not compiled
     packed                              documents of 4K to 64K tokens; else one that is longer than the sequences
     key.path=value                      any other key of the recipe
+
+With --model qwen3-30b-a3b, `model.moe=null` is the dense model of as many active parameters: its feed-forward is as
+wide as all active experts together.
 """
 
 import re
@@ -24,7 +28,7 @@ from benchmarks.trainer_run import recipe
 Float8 = Literal["off", "tensorwise", "rowwise"]
 POLICIES = ("none", "selective", "full", "budget")
 _MOBA = re.compile(r"moba-([0-9]+K?)-([0-9]+)(?:-last([0-9]+))?")
-_SIZE = re.compile(r"(cp|tp|pp|micro|batch|warm|steps)([1-9][0-9]*)")
+_SIZE = re.compile(r"(cp|tp|pp|ep|micro|batch|lora|warm|steps)([1-9][0-9]*)")
 _WORDS: dict[str, dict[str, Any]] = {
     **{policy: {"policy": policy} for policy in POLICIES},
     "offload": {"offload": True},
@@ -50,10 +54,13 @@ class Row:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     micro: int | None = None
     """Sequences of a pass on one rank; None: as many as a GPU has in a step."""
     batch: int | None = None
     """Sequences of a step; None: as many as all GPUs have in a step."""
+    lora: int = 0
+    """Rank of LoRA adapters; 0: all weights are trained."""
     warm: int = 4
     """First steps, left out of all numbers."""
     steps: int = 6
@@ -86,7 +93,9 @@ class Row:
         self, model: str, corpus: Path, run_dir: Path, gpus: int, per_gpu: int, layers: int | None = None
     ) -> dict[str, Any]:
         """The recipe for a model of configs/models, without checkpoints; `layers`: of a smaller model. It is one step
-        longer than what is measured: the run is killed before its end."""
+        longer than what is measured: the run is killed before its end. Beside `run_dir`, the folder `base` is the
+        base of adapters (`random_base.write_base`)."""
+        adapters = {"init_from": str(run_dir.with_name("base")), "adapters": {"lora": {"r": self.lora}}}
         return recipe(
             model,
             corpus,
@@ -95,7 +104,7 @@ class Row:
             self.sequences(gpus, per_gpu),
             self.warm + self.steps + 1,
             attention=_attention(self.attention),
-            parallel={"cp": self.cp, "tp": self.tp, "pp": self.pp},
+            parallel={"cp": self.cp, "tp": self.tp, "pp": self.pp, "ep": self.ep},
             precision={"linear": "fp8", "fp8": {"scaling": self.fp8}} if self.fp8 != "off" else {},
             activation_checkpointing=self.policy,
             micro_batch_size=self.micro or per_gpu,
@@ -103,6 +112,7 @@ class Row:
             checkpoint={"every": None},
             **({"activation_offload": True} if self.offload else {}),
             **({"model": {"layers": layers}} if layers else {}),
+            **(adapters if self.lora else {}),
         )
 
 
@@ -130,14 +140,14 @@ def parse_row(text: str, defaults: Row) -> Row:
             row = replace(row, overrides=(*row.overrides, option))
         else:
             raise ValueError(
-                f"{text!r}: option {option!r}; allowed: {', '.join(_WORDS)}, cpN, tpN, ppN, microN, batchN, warmN, "
-                "stepsN, key.path=value"
+                f"{text!r}: option {option!r}; allowed: {', '.join(_WORDS)}, cpN, tpN, ppN, epN, microN, batchN, "
+                "loraN, warmN, stepsN, key.path=value"
             )
     if row.by_torchtitan and (
-        row.documents != "long" or row.offload or row.overrides or row.policy == "budget" or row.pp > 1
+        row.documents != "long" or row.offload or row.overrides or row.policy == "budget" or row.pp > 1 or row.lora
     ):
         raise ValueError(
-            f"{text!r}: torchtitan takes one long document and none of offload, budget, ppN, key.path=value"
+            f"{text!r}: torchtitan takes one long document and none of offload, budget, ppN, loraN, key.path=value"
         )
     return row
 

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.record import markdown
 from experiments import page
-from experiments.corpus import Corpus, open_corpus, quick_corpus
+from experiments.corpus import Corpus, OwnDocuments, open_corpus, quick_corpus
 from experiments.estimate import Estimates, modelled_seconds, size_of
 from experiments.figure import Arm, Figure, Result
 from experiments.multi_process import multi_process_service
@@ -158,8 +158,11 @@ def _work(figure: Figure, given: argparse.Namespace, estimates: Estimates) -> Wo
 
 def _corpus(figure: Figure, given: argparse.Namespace, runs: Path) -> Corpus:
     """The corpus, with what the figure adds; that is kept apart for each corpus, as it may have its text."""
-    corpus = quick_corpus(runs / "quick-corpus") if given.quick else open_corpus(given.corpus)
-    added = runs / "corpora" / corpus.identity()["train"]
+    if not figure.corpus:
+        corpus: Corpus = OwnDocuments(runs, 0)
+    else:
+        corpus = quick_corpus(runs / "quick-corpus") if given.quick else open_corpus(given.corpus)
+    added = runs / "corpora" / corpus.identity().get("train", "own")
     added.mkdir(parents=True, exist_ok=True)
     figure.prepare(corpus, added, given.quick)
     return replace(corpus, added=added)

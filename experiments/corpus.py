@@ -59,6 +59,18 @@ class Corpus:
         }
 
 
+class OwnDocuments(Corpus):
+    """No text at all, for figures that make all of their documents."""
+
+    def data(self) -> dict[str, Any]:
+        """Nothing: recipes name what the figure has made."""
+        return {}
+
+    def identity(self) -> dict[str, Any]:
+        """Nothing: the figure's program and its recipes say what the documents are."""
+        return {}
+
+
 def open_corpus(folder: Path) -> Corpus:
     """The corpus that `moba-data corpus` wrote to `folder`. Raises DataError where a part or its vocabulary is not
     there."""

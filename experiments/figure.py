@@ -93,7 +93,7 @@ class Figure(ABC):
     height: ClassVar[float] = 2.8
     """Inches of the picture."""
     corpus: ClassVar[str] = "data/long"
-    """Folder of the corpus in the commands of README.md."""
+    """Folder of the corpus in the commands of README.md; empty: the figure makes all of its documents."""
     source: ClassVar[str] = ""
     """Name of the figure whose arms and result file this one has; empty: its own."""
 

@@ -26,7 +26,8 @@ def plot_file(figure: Figure) -> Path:
 
 def command(figure: Figure) -> str:
     """What runs its arms."""
-    return f"python -m experiments {trained(figure).name} --corpus {figure.corpus} --gpus 2"
+    corpus = f"--corpus {figure.corpus} " if figure.corpus else ""
+    return f"python -m experiments {trained(figure).name} {corpus}--gpus 2"
 
 
 def marker(figure: Figure) -> str:

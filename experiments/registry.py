@@ -15,10 +15,12 @@ from experiments.scaling import Scaling
 from experiments.settings import Settings
 from experiments.short_first import ShortFirst
 from experiments.third_cliff import ThirdCliff, ThirdCliffSmallerBlocks
+from experiments.third_cliff_lengths import ThirdCliffLengths
 from experiments.trailing import Position, Trailing
 from experiments.trained_with import TrainedWith
 from experiments.versions import Versions
 from experiments.why_behind import WhyBehind
+from experiments.with_experts import WithExperts
 from experiments.with_window import WithWindow
 
 FIGURES: dict[str, Figure] = {
@@ -46,6 +48,8 @@ FIGURES: dict[str, Figure] = {
         LongStage(),
         Extrapolation(),
         WithWindow(),
+        WithExperts(),
+        ThirdCliffLengths(),
     )
 }
 

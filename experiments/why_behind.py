@@ -42,7 +42,7 @@ class Setting(NamedTuple):
 
     attention: Mapping[str, Mapping[str, Any]]
     """Arms: the section `attention`."""
-    model: Mapping[str, int] = {}
+    model: Mapping[str, Any] = {}
     """Keys of the model that differ."""
     short: float = 0.0
     """Share of the tokens in short documents."""

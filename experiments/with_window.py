@@ -46,12 +46,12 @@ class WithWindow(WhyBehind):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Losses, beside those of F14's arms."""
-        known = _with_trained(results)
+        known = with_trained(results, TRAINED)
         return Finding(_verdicts(known), super().find(known).rows)
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
         """The validation loss above full attention's."""
-        super().draw(_with_trained(results), canvas)
+        super().draw(with_trained(results, TRAINED), canvas)
 
 
 def _attention(window: int, topk: int, quick: bool) -> dict[str, Any]:
@@ -59,13 +59,17 @@ def _attention(window: int, topk: int, quick: bool) -> dict[str, Any]:
     return {"default": "moba_window", "moba_window": sizes}
 
 
-def _with_trained(results: Sequence[Result]) -> list[Result]:
-    """The results, behind those of F14's arms if these have the same model."""
-    models = [one["recipe"]["model"] for one in results]
+def with_trained(results: Sequence[Result], names: Sequence[str]) -> list[Result]:
+    """The results, behind those of F14's arms of these names, if these have the same model apart from experts."""
+    models = [_without_experts(one) for one in results]
     return [
-        *(one for one in read_results(_RESULTS) if one["name"] in TRAINED and one["recipe"]["model"] in models),
+        *(one for one in read_results(_RESULTS) if one["name"] in names and _without_experts(one) in models),
         *results,
     ]
+
+
+def _without_experts(result: Result) -> dict[str, Any]:
+    return {key: value for key, value in result["recipe"]["model"].items() if key != "moe"}
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:

@@ -5,8 +5,8 @@
 #
 # `gates` distils the gates of the kinds seer and msa from the published model: docs/reference/attention-kinds.md.
 # `signal` asks why MoBA's gate would find needles in the published model: docs/how-to/evaluate.md.
-# `split` says what sparse attention costs by its budget and by its gate, at 8K as published and at 32K as trained.
-# `sparsify` makes the model sparse at 32K, next to full attention: benchmarks/measured/sparsify.md.
+# `sparsify` makes the model sparse at 32K, next to full attention, on all GPUs: benchmarks/measured/sparsify.md.
+# `split` says what sparse attention costs by its budget and by its gate: at 8K as published and, after `sparsify`, at 32K.
 # `prepare` needs the network but no GPU; copy runs/smollm2 if the GPU is on another machine.
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 case "${1:-}" in
@@ -60,12 +60,15 @@ split)
         "evaluation.oracle.depths=[10, 50, 90]" "evaluation.oracle.budgets=[$sizes, $group, $forced]")
     "$PYTHON" -m moba_train.tools.cli eval "$folder/hf" "${common[@]}" --seq-len 8K --output "$folder/split-8k" \
         evaluation.oracle.sequences=8 "evaluation.oracle.lengths=[4K, 8K]" evaluation.oracle.samples=4
-    "$PYTHON" -m moba_train.tools.cli eval "$folder/run" "${common[@]}" --seq-len 32K --output "$folder/split-32k" \
+    "$PYTHON" -m moba_train.tools.cli eval "$folder/sparse/runs/full-1" "${common[@]}" --seq-len 32K --output "$folder/split-32k" \
         evaluation.oracle.sequences=3 "evaluation.oracle.lengths=[16K, 32K]" evaluation.oracle.samples=1
+    "$PYTHON" -m benchmarks.oracle_split "published=$folder/split-8k/evaluation.json" \
+        "extended=$folder/split-32k/evaluation.json" --output "$folder/split.json" --plot "$folder/split.svg"
     ;;
 sparsify)
     "$PYTHON" -m moba_train.tools.cli sparsify "$folder/hf" --data "$folder/data/train" --validation "$folder/data/valid" \
-        --length 32K --budget 4K --tokens 15M --lr 5.0e-4 --seeds 3 --equal-seconds --output "$folder/sparse" \
+        --length 32K --budget 4K --tokens 15M --lr 5.0e-4 --seeds "${SEEDS:-3}" --jobs "${JOBS:-1}" --equal-seconds \
+        --output "$folder/sparse" \
         evaluation.needle.samples=8
     ;;
 gates)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 __all__ = ["TorchDispatchMode"]
 """Tried with torch 2.11 and 2.13. Without it: launches cannot be recorded and repeated (kernels/common/launch.py)."""
@@ -114,20 +114,16 @@ def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tupl
     return tuple(local), tuple(offset)
 
 
-def call_hooks_outside_of_modes(module: nn.Module) -> None:
-    """Have torch's modes, such as activation checkpointing that keeps results, not see what the present hooks around a
-    module's forward pass do. Tried with torch 2.13. Without it: no expert parallelism with recomputed activations."""
-
-    def outside(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            with _disable_current_modes():
-                return hook(*arguments, **options)
-
-        return call
-
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in hooks.items():
-            hooks[key] = outside(hook)
+def move_hooks(module: nn.Module, outer: nn.Module) -> None:
+    """Have the present hooks around a module's forward pass called around that of `outer`, of which it is a part:
+    outside of what is compiled or recomputed there. Tried with torch 2.13. Without it: no expert parallelism with
+    compiled blocks or recomputed activations."""
+    for hook in module._forward_pre_hooks.values():
+        outer.register_forward_pre_hook(hook, with_kwargs=True)
+    for hook in module._forward_hooks.values():
+        outer.register_forward_hook(hook)
+    for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks):
+        hooks.clear()
 
 
 def symmetric_memory() -> ModuleType:

@@ -94,9 +94,10 @@ class LoraLinear(nn.Linear):
             return out_TO
         drops = self.dropout > 0 and torch.is_grad_enabled()  # evaluations have no gradients
         dropped_TI = F.dropout(x_TI, self.dropout) if drops else x_TI
-        added_TO = self.scaling * self.lora_B(self.lora_A(dropped_TI))
+        scaled_Tr = self.scaling * self.lora_A(dropped_TI)  # before B: fewer columns to multiply
         if self.lora_magnitude_change is None:
-            return out_TO + added_TO
+            return torch.addmm(out_TO, scaled_Tr, self.lora_B.weight.mT)  # makes one tensor of T x O less
+        added_TO = self.lora_B(scaled_Tr)
         change_O = self.lora_magnitude_change
         before_O, norms_O = row_norms(
             self.weight.detach(), self.lora_A.weight.detach(), self.scaling * self.lora_B.weight.detach()
@@ -205,7 +206,11 @@ class Lora(Adapters):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Note the checksum of the base."""
+        """Note the checksum of the base, and keep it in `dtype`.
+
+        Bits of the run stay as they are, since FSDP gathers the base in this dtype. It reads a parameter's dtype before
+        its first gather (torch's `FSDPParamGroup.lazy_init`), which is later.
+        """
         found = self._model.get_buffer(CHECKSUM).zero_()
         for name, parameter in self._model.named_parameters():
             if name in self.base and _counts(parameter):
@@ -213,6 +218,10 @@ class Lora(Adapters):
         if dist.is_initialized():
             dist.all_reduce(found)
         self._found = int(found)
+        for name, parameter in self._model.named_parameters():
+            if name in self.base:
+                kept = nn.Parameter(parameter.to(self.dtype), requires_grad=False)
+                torch.utils.swap_tensors(parameter, kept)  # `data` of a DTensor would leave its shard as it is
 
     def check(self) -> None:
         """Compare the checksum that was loaded with that of the base that the model has."""

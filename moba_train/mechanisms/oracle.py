@@ -4,24 +4,24 @@ No selector can know them, as they are found by computing all scores. They say w
 selection is ideal: what a gate loses beyond that is the gate's own error (tools/oracle.py). With `block_size: 1` the
 budget is one of tokens.
 
-Scores exist for a chunk of queries and the blocks before them, so memory does not grow with the sequence's square.
+Full attention gives the log-sum-exp of each query, with which the probability in each block is computed for a chunk of
+queries at a time; attention to the best blocks is that of the kinds that select. On a GPU all three are kernels.
 
-Shape suffixes: L rows given to the layer, n queries of this rank, t a chunk of them, T tokens of the sequence, N
-blocks, b blocks of a chunk, B tokens of a block, s = b * B keys of a chunk, K key/value heads, G query heads of a
-group, D head width.
+Shape suffixes: n queries of this rank, t a chunk of them, T or S tokens of the sequence, b blocks of a chunk, H query
+heads, K key/value heads, W what selects (query heads or groups), D head width, C selected blocks.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from moba_train.attention.block_sparse import GivenBlocks, listed_blocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kernels.common.geometry import QueryBlocks
-from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
@@ -30,24 +30,12 @@ from moba_train.attention.protocol import BackwardState, Gradients, LocalAttenti
 from moba_train.attention.shard import attends_to_all, own_rows, padded
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.gates.grid import BlockGrid, block_grid, causal_chunks
+from moba_train.mechanisms.gates.grid import block_grid
+from moba_train.mechanisms.gates.pooled_scores import block_masses
+from moba_train.mechanisms.gates.short_blocks import ShortBlocks
 
-_CHUNKS_AS_ONE = {"cuda": 8}
-"""Chunks of `causal_chunks` that are taken at once: 512 MiB of scores in float32 on a GPU."""
-
-
-class Attended(NamedTuple):
-    """Queries of a chunk and one group of heads, with their probabilities over the selected keys."""
-
-    kv_head: int
-    heads: slice
-    """Query heads of the group."""
-    queries: slice
-    blocks: slice
-    p_Gts: Tensor
-    """Sums to 1 over the keys; 0 for keys that are not selected, or not there."""
-    lse_Gt: Tensor
-    """Natural log-sum-exp of the scaled scores of the selected keys."""
+_FEWEST_KEYS = 16
+"""Keys of a block for the kernels of `GivenBlocks`; those of `ShortBlocks` take shorter ones."""
 
 
 class IdealAttention(LocalAttention):
@@ -71,7 +59,9 @@ class IdealAttention(LocalAttention):
     def __init__(self, options: Section, head_dim: int) -> None:
         assert isinstance(options, IdealAttention.Options)
         self.options = options
-        self.scale = head_dim**-0.5
+        self.full = FullAttention(FullAttention.Options(), head_dim)
+        kind = GivenBlocks if options.block_size >= _FEWEST_KEYS else ShortBlocks
+        self.blocks = kind(options.block_size, options.topk - 1, head_dim, "auto", "attention.oracle")
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
         """Nothing: the selection looks at each key."""
@@ -89,76 +79,43 @@ class IdealAttention(LocalAttention):
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """(out [n, H, D], lse [H, n]) over the own and the best blocks."""
-        grid = block_grid(layout, self.options.block_size)
-        out_nHD = torch.zeros_like(q_THD)
-        dtype = accumulation_dtype(q_THD.dtype)
-        lse_Hn = torch.empty(q_THD.shape[1], q_THD.shape[0], dtype=dtype, device=q_THD.device)
-        for part in self._attended(q_THD, k_SKD, layout, grid):
-            out_GtD = part.p_Gts @ _keys(v_SKD, part, grid)
-            out_nHD[part.queries, part.heads] = out_GtD.transpose(0, 1).to(q_THD.dtype)
-            lse_Hn[part.heads, part.queries] = part.lse_Gt
-        return out_nHD, lse_Hn
+        k_SKD, v_SKD = (self._of_selecting(x, q_THD) for x in (k_SKD, v_SKD))
+        return self.blocks.attend(q_THD, k_SKD, v_SKD, layout, self._chosen(q_THD, k_SKD, v_SKD, layout))
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`. Selects again, which gives the same blocks, and passes no gradient."""
-        grid = block_grid(layout, self.options.block_size)
-        dtype = accumulation_dtype(state.q.dtype)
-        blocks_shape = (*grid.tokens_NB.shape, *state.k.shape[1:])
-        dq_nHD = torch.zeros_like(state.q)
-        dk_NBKD, dv_NBKD = (torch.zeros(blocks_shape, dtype=dtype, device=state.k.device) for _ in range(2))
-        for part in self._attended(state.q, state.k, layout, grid):
-            q_GtD, out_GtD, dout_GtD = (
-                x[part.queries, part.heads].to(dtype).transpose(0, 1) for x in (state.q, state.out, state.dout)
-            )
-            delta_Gt1 = (dout_GtD * out_GtD).sum(-1, keepdim=True)
-            ds_Gts = (dout_GtD @ _keys(state.v, part, grid).T).sub_(delta_Gt1).mul_(part.p_Gts).mul_(self.scale)
-            dq_GtD = ds_Gts @ _keys(state.k, part, grid)
-            dq_nHD[part.queries, part.heads] = dq_GtD.transpose(0, 1).to(state.q.dtype)
-            place = part.blocks, slice(None), part.kv_head
-            shape = (-1, grid.tokens_NB.shape[1], state.k.shape[2])
-            dk_NBKD[place] += (ds_Gts.flatten(0, 1).T @ q_GtD.flatten(0, 1)).view(shape)
-            dv_NBKD[place] += (part.p_Gts.flatten(0, 1).T @ dout_GtD.flatten(0, 1)).view(shape)
-        tokens = grid.tokens_NB[grid.present_NB]
-        dk_SKD = torch.zeros_like(state.k)
-        dv_SKD = torch.zeros_like(state.v)
-        dk_SKD[tokens] = dk_NBKD[grid.present_NB].to(state.k.dtype)
-        dv_SKD[tokens] = dv_NBKD[grid.present_NB].to(state.v.dtype)
-        return dq_nHD, dk_SKD, dv_SKD
+        kv_heads = state.k.shape[1]
+        k_SKD, v_SKD = (self._of_selecting(x, state.q) for x in (state.k, state.v))
+        chosen = self._chosen(state.q, k_SKD, v_SKD, layout)
+        dq, *dkv = self.blocks.attend_backward(state._replace(k=k_SKD, v=v_SKD), layout, chosen)
+        dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in dkv)
+        return dq, dk, dv
 
-    def _attended(self, q_nHD: Tensor, k_TKD: Tensor, layout: Layout, grid: BlockGrid) -> Iterator[Attended]:
-        """All queries and heads, a chunk of queries of one group at a time."""
+    def _of_selecting(self, x_SKD: Tensor, q_nHD: Tensor) -> Tensor:
+        """Keys or values, once for each that selects: a group of heads, or a head."""
+        if self.options.select == "group":
+            return x_SKD
+        return x_SKD.repeat_interleave(q_nHD.shape[1] // x_SKD.shape[1], 1)
+
+    def _chosen(self, q_nHD: Tensor, k_SWD: Tensor, v_SWD: Tensor, layout: Layout) -> Selection:
+        """The history blocks with the most probability."""
         options = self.options
-        dtype = accumulation_dtype(q_nHD.dtype)
-        group = q_nHD.shape[1] // k_TKD.shape[1]
+        _, lse_Hn = self.full.attend(q_nHD, k_SWD, v_SWD, layout, ())
+        grid = block_grid(layout, options.block_size)
         forced = {"first": int("first" in options.always), "local": 2 if "previous" in options.always else 1}
-        scores_per_block = -(-group * options.block_size // _CHUNKS_AS_ONE.get(q_nHD.device.type, 1))
-        for kv_head in range(k_TKD.shape[1]):
-            heads = slice(kv_head * group, (kv_head + 1) * group)
-            k_NBD = k_TKD[:, kv_head][grid.tokens_NB].to(dtype)
-            chunks = causal_chunks(grid.own_on_host, grid.first_on_host, scores_per_block, q_nHD.device)
-            for queries, blocks in chunks:
-                q_GtD = q_nHD[queries, heads].to(dtype).transpose(0, 1)
-                seen_ts = grid.visible(queries, blocks).flatten(1)
-                p_Gts = (q_GtD @ k_NBD[blocks].flatten(0, 1).T).mul_(self.scale).masked_fill_(~seen_ts, -torch.inf)
-                lse_Gt = p_Gts.logsumexp(-1)
-                p_Gts = p_Gts.sub_(lse_Gt.unsqueeze(-1)).exp_()
-                mass_Gtb = p_Gts.unflatten(2, (-1, options.block_size)).sum(-1)
-                wanted = mass_Gtb if options.select == "head" else mass_Gtb.sum(0, keepdim=True)
-                own = QueryBlocks(grid.own_n[queries] - blocks.start, grid.first_n[queries] - blocks.start)
-                chosen = choose_blocks(wanted, own, options.topk - 1, **forced).long()
-                # Empty slots stand for the own block, which is always attended to.
-                own_Wt1 = own.own_t[:, None].expand(len(chosen), -1, 1)
-                chosen = torch.cat([torch.where(chosen < 0, own_Wt1, chosen), own_Wt1], -1)
-                attended = torch.zeros_like(wanted, dtype=torch.bool).scatter_(2, chosen, True)
-                # Not 0: the best blocks are among them; unless forced ones take their places, with next to nothing.
-                kept_Gt = (mass_Gtb * attended).sum(-1).clamp_(min=torch.finfo(dtype).tiny)
-                p_Gts.unflatten(2, (-1, options.block_size)).mul_((attended / kept_Gt.unsqueeze(-1)).unsqueeze(-1))
-                yield Attended(kv_head, heads, queries, blocks, p_Gts, lse_Gt + kept_Gt.log())
-
-
-def _keys(x_TKD: Tensor, part: Attended, grid: BlockGrid) -> Tensor:
-    """Rows [s, D] of keys or values of a chunk's blocks, in its group's dtype."""
-    return x_TKD[:, part.kv_head][grid.tokens_NB[part.blocks].flatten()].to(part.p_Gts.dtype)
+        width = listed_blocks(options.topk - 1, layout, options.block_size)
+        groups = k_SWD.shape[1]
+        chosen_WnC = torch.full((groups, len(q_nHD), width), -1, dtype=torch.int32, device=q_nHD.device)
+        for those, queries, blocks, mass_Wtb in block_masses(
+            q_nHD, k_SWD, lse_Hn, None, layout, options.block_size, self.full.scale, reference=False
+        ):
+            own = QueryBlocks(grid.own_n[queries] - blocks.start, grid.first_n[queries] - blocks.start)
+            best_WtC = choose_blocks(mass_Wtb, own, options.topk - 1, **forced)
+            best_WtC += blocks.start * (best_WtC >= 0)
+            chosen_WnC[those, queries, : best_WtC.shape[2]] = best_WtC
+        if not isinstance(self.blocks, ShortBlocks):
+            chosen_WnC = chosen_WnC.repeat_interleave(q_nHD.shape[1] // groups, 0)
+        return self.blocks.given_selection(chosen_WnC, q_nHD, k_SWD, layout)
 
 
 class OracleKind(AttentionKind):

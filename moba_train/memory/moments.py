@@ -146,12 +146,13 @@ class RankMoments:
         self._memory = memory
         self._gradients = _gradients(stage, sizes, weights)
         host_optimizer = weights.optimizer if optimizer_on_host else 0
-        host_copies = 4 * weights.trained.shard + weights.optimizer if saves else 0
+        trained = weights.trained.shard
+        host_copies = 4 * trained + weights.optimizer if saves else 0
         self.host_taken = host_optimizer + host_copies
         """Bytes of host memory for each GPU, whatever the layers keep."""
         self._at = partial(
             Memory,
-            parameters=4 * weights.shard + weights.cast + weights.buffers,
+            parameters=4 * trained + self._width * (weights.shard - trained) + weights.cast + weights.buffers,
             optimizer=0 if optimizer_on_host else weights.optimizer,
             host_optimizer=host_optimizer,
             host_copies=host_copies,

@@ -24,6 +24,8 @@ class Adapters(ABC):
     """Names of the model's own parameters that are not trained, and need no gradient."""
     added: frozenset[str]
     """Names of the parameters and buffers that the model has by the adapters."""
+    dtype: torch.dtype = torch.float32
+    """Dtype in which the base is kept from `begin` on: that in which FSDP gathers it."""
 
     @classmethod
     @abstractmethod
@@ -36,7 +38,7 @@ class Adapters(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Called on all ranks together when the model has the base's weights."""
+        """Called on all ranks together when the model has the base's weights, before it computes."""
 
     @abstractmethod
     def check(self) -> None:

@@ -22,7 +22,7 @@ from moba_train.attention.layout import Layout
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.config.model import ModelConfig
 from moba_train.model.block import Block
-from moba_train.model.feed_forward import RegisteredFeedForward, feed_forward_costs
+from moba_train.model.feed_forward import feed_forward_costs
 from moba_train.model.part import of_own_layers
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.offload import HostMemory
@@ -118,9 +118,8 @@ class BlockForward:
         return self.host_memory.holding_rows(len(x_TD), (*self._block.parameters(), *shared))
 
 
-def wrap_blocks(model: Transformer, compiled: bool, ep: int = 1) -> None:
-    """Let `set_activations` decide what the blocks of `model` keep; with `compiled`, compile them as well. Those
-    with experts that `ep` ranks divide are not compiled: each call of them waits for numbers of tokens."""
+def wrap_blocks(model: Transformer, compiled: bool) -> None:
+    """Let `set_activations` decide what the blocks of `model` keep; with `compiled`, compile them as well."""
     contexts = {kept: partial(_contexts, kept, model.config) for kept in Kept}
 
     def recomputed(block: Block, kept: Kept, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> BlockResult:
@@ -130,12 +129,11 @@ def wrap_blocks(model: Transformer, compiled: bool, ep: int = 1) -> None:
         found = checkpoint(Block.forward, *inputs, use_reentrant=False, context_fn=contexts[kept])
         return cast(BlockResult, found)
 
-    forms: dict[bool, tuple[Callable[..., BlockResult], ...]] = {False: (Block.forward, recomputed)}
+    forms: tuple[Callable[..., BlockResult], ...] = (Block.forward, recomputed)
     if compiled:
-        forms[True] = (torch.compile(Block.forward), torch.compile(recomputed))
+        forms = (torch.compile(Block.forward), torch.compile(recomputed))
     for block in _blocks(model):
-        is_compiled = compiled and (ep == 1 or not isinstance(block.feed_forward, RegisteredFeedForward))
-        block.forward = BlockForward(block, *forms[is_compiled])  # type: ignore[method-assign]  # as torch's wrappers do
+        block.forward = BlockForward(block, *forms)  # type: ignore[method-assign]  # as torch's wrappers do
 
 
 def set_activations(model: Transformer, layers: Sequence[LayerActivations], device: torch.device) -> None:

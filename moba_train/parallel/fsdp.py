@@ -1,8 +1,9 @@
-"""The model of a run on this rank, sharded by FSDP2: float32 master weights in shards, gathered in the compute dtype;
-gradients are reduced in float32.
+"""The model of a run on this rank, sharded by FSDP2: float32 master weights in shards, gathered in the compute dtype,
+in which the base of adapters also stays; gradients are reduced in float32.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from moba_train.parallel.transfers import (
     gathered_bytes,
 )
 from moba_train.registry import NORMS
-from moba_train.torch_private import dynamo_config
+from moba_train.torch_private import dynamo_config, move_hooks
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,8 @@ def compute_dtype(precision: PrecisionConfig, device: str | None) -> torch.dtype
 
     device: "cuda" or "cpu"; None: not known, taken for a GPU.
     """
-    compute = precision.compute
-    if compute == "auto":
-        compute = "fp32" if device == "cpu" else "bf16"
-    return torch.bfloat16 if compute == "bf16" else torch.float32
+    is_bf16 = device != "cpu" if precision.compute == "auto" else precision.compute == "bf16"
+    return torch.bfloat16 if is_bf16 else torch.float32
 
 
 def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDims, seed: int) -> Transformer:
@@ -142,7 +141,7 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
             compile_for_float8(computation.precision)
     if computation.norms != "torch":
         use_norms(model, computation.norms)
-    wrap_blocks(model, compiled, dims.ep)
+    wrap_blocks(model, compiled)
     if dims.tp_mesh is not None:
         apply_tensor_parallel(model, dims.tp_mesh)
         if parallel.tp_overlap:
@@ -151,9 +150,10 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
     # Behind sharding, so that only this rank's parts are ever allocated.
     model.to_empty(device=device)
     initialize_weights(model, seed)
+    if model.adapters is not None:
+        model.adapters.dtype = computation.dtype
     wide = torch.promote_types(computation.dtype, torch.float32)
-    tp_rank = coordinates(dims.sizes, dims.world.rank).tp
-    model.largest_lse = LargestLse(model, dims.sizes.tp, tp_rank, wide, device)
+    model.largest_lse = LargestLse(model, dims.sizes.tp, coordinates(dims.sizes, dims.world.rank).tp, wide, device)
     return model
 
 
@@ -173,11 +173,13 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
         if parallel.fsdp_copy_engines and on_gpu:
             gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype, gradients, computation.compiled)
         elif parallel.gradient_transport == "all_to_all":
-            compiled = computation.compiled and on_gpu
-            reduce_scatter = AllToAllReduceScatter(dims.mesh.get_group(SHARD), gradients, compiled)
+            group = dims.mesh.get_group(SHARD)
+            reduce_scatter = AllToAllReduceScatter(group, gradients, computation.compiled and on_gpu)
 
-    def shard(modules: list[nn.Module], mesh: DeviceMesh) -> None:
+    def shard(block: nn.Module | None, modules: list[nn.Module], mesh: DeviceMesh) -> None:
         fully_shard(modules, mesh=mesh, mp_policy=policy)
+        if block is not None:
+            move_hooks(modules[0], block)
         unit: Any = modules[0]
         # By a profile of 16 layers at 8K on one H200 that pass took 8.6 of 491 ms
         # (benchmarks/results/training-profile-8b-16-layers-h200.json).
@@ -189,10 +191,10 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
         if gather is not None and isinstance(modules[0], Block):  # the ends would need far larger buffers
             unit.set_custom_all_gather(gather)
 
-    for module in registered_modules(model).values():
-        module.parallel.shard(module, dims, shard)
+    for layer, module in registered_modules(model).items():
+        module.parallel.shard(module, dims, partial(shard, model.blocks.get_submodule(str(layer))))
     for modules in units:
-        shard(modules, dims.weight_mesh)
+        shard(None, modules, dims.weight_mesh)
     # FSDP gathers weights in `forward` only, and these methods use weights of the model itself.
     for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)
@@ -229,6 +231,5 @@ def _copy_engine_transfers(
 def _pipeline_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDims) -> PipelineModel:
     """This rank's parts of the model."""
     parts = tuple(model_parts(setup.parts))
-    dtype = setup.computation.dtype
-    place = PipelinePlace(dims.pipeline_group, parts, parallel.pp_schedule, dtype, dims.sizes.tp)
+    place = PipelinePlace(dims.pipeline_group, parts, parallel.pp_schedule, setup.computation.dtype, dims.sizes.tp)
     return PipelineModel(setup.shape, kind_parameters(setup.shape, setup.spec.kinds), place)

@@ -72,4 +72,5 @@ def table() -> str:
 
 if __name__ == "__main__":
     release = ".".join(triton.__version__.split(".")[:2])
-    PAGE.write_text(insert_tables(PAGE.read_text(), {f"<!-- Triton {release} -->": table()}))
+    made = table()
+    PAGE.write_text(insert_tables(PAGE.read_text(), {f"<!-- Triton {release} -->": made}))

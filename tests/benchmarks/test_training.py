@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import torchtitan_peer, trainer_run, training, training_plot
-from benchmarks.trainer_run import model_shape, run_until
+from benchmarks import random_base, torchtitan_peer, trainer_run, training, training_plot
+from benchmarks.random_base import write_base
+from benchmarks.trainer_run import model_shape, run_until, write_corpus
 from benchmarks.training_rows import Row, parse_row
 from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
 from moba_train.memory.activations import FILLED
 from moba_train.memory.devices import Gpu
+from moba_train.telemetry.jsonl import read_records
 from tests.resolved import check, stages_of
 
 BEGAN = datetime(2026, 11, 26, 15, 30).timestamp()
@@ -37,11 +40,13 @@ def options(tmp_path: Path, **other: Any) -> argparse.Namespace:
         ("8K:full:micro2:batch4", {"micro_batch_size": 2, "batch_tokens": 32768}),
         ("128K:moba-512-8:full:cp2", {"batch_tokens": 131072}),
         ("8K:full:tp2:optim.lr=0.5", {"batch_tokens": 16384}),
+        ("8K:full:lora4", {"batch_tokens": 16384}),
     ],
 )
 def test_a_row_is_a_valid_recipe_that_says_what_the_row_says(text: str, keys: dict[str, Any], tmp_path: Path) -> None:
     row = parse_row(text, Row())
     arguments = options(tmp_path)
+    write_base(tmp_path / "base", model_shape("tiny") | {"layers": 2})
     command = training._command(row, tmp_path, arguments)
     config = load_config(tmp_path / "recipe.yaml", list(row.overrides))
     check(config, 2)
@@ -51,6 +56,7 @@ def test_a_row_is_a_valid_recipe_that_says_what_the_row_says(text: str, keys: di
     assert (stage.seq_len, config.parallel.cp, config.parallel.tp) == (row.seq_len, row.cp, row.tp)
     assert config.checkpoint.every is None
     assert (config.optim.lr == 0.5) == ("optim.lr=0.5" in text)
+    assert (config.adapters.given is not None) == ("benchmarks.random_base" in command) == ("lora4" in text)
 
 
 def test_attention_of_a_row(tmp_path: Path) -> None:
@@ -85,7 +91,7 @@ def test_defaults_that_torchtitan_does_not_take_are_those_of_our_rows_alone() ->
     assert (ours.policy, ours.pp) == ("budget", 2)
     assert (theirs.policy, theirs.pp, theirs.tp, theirs.fp8, theirs.steps) == ("none", 1, 2, "rowwise", 9)
     assert parse_row("8K:torchtitan", Row(policy="full")).policy == "full"
-    for option in ("budget", "pp2", "offload", "optim.lr=0.5"):
+    for option in ("budget", "pp2", "offload", "lora4", "optim.lr=0.5"):
         with pytest.raises(ValueError, match=f"'8K:torchtitan:{option}': torchtitan takes"):
             parse_row(f"8K:torchtitan:{option}", Row())
 
@@ -208,11 +214,48 @@ def test_torchtitan_gets_the_shape_and_the_tokens_of_our_recipe(tmp_path: Path) 
     inputs, labels = next(ranks[0])
     assert (inputs["input"] + 1 == labels).all()
 
-    shape = torchtitan_peer.model_arguments(model_shape("llama3-8b"))
+    family, shape = torchtitan_peer.model_arguments(model_shape("llama3-8b"))
+    assert family == "llama3"
     base = int(shape["ffn_dim_multiplier"] * int(2 * 4 * shape["dim"] / 3))  # as torchtitan 0.2.2 computes it
     assert shape["multiple_of"] * -(-base // shape["multiple_of"]) == 14336
     with pytest.raises(ValueError, match="tie"):
         torchtitan_peer.model_arguments(model_shape("llama-1b"))
+
+
+def test_experts_and_the_dense_model_of_a_row_have_equal_flops(tmp_path: Path) -> None:
+    arguments = options(tmp_path, model="qwen3-30b-a3b")
+    experts, dense = (
+        training.predict(parse_row(text, Row()), tmp_path, arguments)
+        for text in ("8K:full:ep2", "8K:full:model.moe=null")
+    )
+    assert experts["flops_per_token"] == pytest.approx(dense["flops_per_token"], rel=2e-3)  # the router's
+    assert experts["predicted_gib"] > dense["predicted_gib"]
+    training._command(parse_row("8K:full:ep2", Row()), tmp_path, arguments)
+    assert load_config(tmp_path / "recipe.yaml").parallel.ep == 2
+
+
+def test_torchtitan_gets_the_experts_of_our_recipe() -> None:
+    ours = model_shape("qwen3-30b-a3b")
+    family, shape = torchtitan_peer.model_arguments(ours)
+    assert (family, shape["hidden_dim"], shape["head_dim"], shape["moe_inter_dim"]) == ("qwen3", 6144, 128, 768)
+    experts = shape["moe_args"]
+    assert (experts["num_experts"], experts["top_k"], experts["num_shared_experts"]) == (128, 8, 0)
+    assert "moe_args" not in torchtitan_peer.model_arguments(ours | {"moe": None})[1]
+    with pytest.raises(ValueError, match="clamp"):
+        torchtitan_peer.model_arguments(ours | {"moe": ours["moe"] | {"clamp": 7.0}})
+
+
+def test_adapters_of_a_row_train_on_random_weights(tmp_path: Path) -> None:
+    """In miniature, by the program and the recipe of the row."""
+    arguments = options(tmp_path, gpus=1)
+    row = parse_row("1K:moba-64-3:full:lora4:warm1:steps1:precision.compute=bf16:compile=false", Row())
+    vocabulary = model_shape("tiny")["vocab_size"]
+    write_corpus(tmp_path / "long", 4096, vocabulary, "long")
+    write_base(tmp_path / "base", training._shape(arguments))
+    command = training._command(row, tmp_path, arguments)
+    assert random_base.train(command[command.index("benchmarks.random_base") + 1 :]) == 0
+    losses = [record["loss"] for record in read_records(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
+    assert losses == pytest.approx([math.log(vocabulary)] * 3, rel=0.05)
 
 
 def test_the_plot_has_the_fastest_row_of_each_length() -> None:

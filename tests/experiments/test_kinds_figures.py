@@ -3,7 +3,7 @@
 import json
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,19 @@ from experiments.__main__ import main
 from experiments.byte_tokenizer import write_byte_tokenizer
 from experiments.comparison import mean_of, t_quantile
 from experiments.corpus import Corpus
-from experiments.figure import Result
+from experiments.figure import Result, key_of
 from experiments.forced_choices import divergence
 from experiments.needle_documents import needle_document
 from experiments.readings import Losses, trailing_by_sequence, trailing_loss, validation_by_sequence, validation_loss
 from experiments.registry import FIGURES
+from experiments.results import read_results
 from experiments.versions import insertion_costs
+from experiments.with_experts import DENSE
 from moba_train.data.indexed import IndexedDataset
 from moba_train.tools.text_tokenizer import load_text_tokenizer
 from tests.experiments.finished_arms import finished_arm
+
+F14 = Path("experiments/results/why-behind.json")
 
 
 def quick(name: str, monkeypatch: pytest.MonkeyPatch, arms: Sequence[str]) -> list[Result]:
@@ -67,6 +71,36 @@ def test_versions_compares_and_inserts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps[0] == (0, before + at_once)
     assert steps[-1] == (curve[-1][0], before + after)
     assert abs(at_once) > 1e-4, "MoBA's first version is not full attention"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_moba_trains_in_a_mixture_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    (result,) = quick("with-experts", monkeypatch, ["experts-moba"])
+    assert result["recipe"]["model"]["moe"]["experts"] == 4
+    finding = FIGURES["with-experts"].find([result])
+    assert [row[:2] for row in finding.rows[1:]] == [["experts", "moba"]]
+    assert not finding.verdicts, "no dense model of this size is known"
+
+
+@pytest.mark.parametrize(
+    ("gained", "words"),
+    [
+        ({"full": 0.05, "moba": 0.06, "blocks128": 0.05}, ["agrees"] * 5),
+        ({"full": -0.05, "moba": 0.15}, ["does not agree", "agrees", "does not agree", "does not agree"]),
+    ],
+)
+def test_mixtures_are_judged_beside_the_dense_models_of_f14(gained: Mapping[str, float], words: list[str]) -> None:
+    recipes = {arm.name: dict(arm.recipe) for arm in FIGURES["with-experts"].arms(0, quick=False)}
+    dense = {key_of(one): trailing_loss(one) for one in read_results(F14) if one["name"] in DENSE}
+    results = [
+        finished_arm(f"experts-{arm}", seed, dense[f"long-{arm}-seed{seed}"] - less, recipe=recipes[f"experts-{arm}"])
+        for seed in range(3)
+        for arm, less in gained.items()
+    ]
+    finding = FIGURES["with-experts"].find(results)
+    assert [verdict.word for verdict in finding.verdicts] == words
+    dense_rows = [["long", arm] for arm in ("blocks128", "full", "moba")]
+    assert [row[:2] for row in finding.rows[1:]] == [*dense_rows, *(["experts", arm] for arm in gained)]
 
 
 def trained_version(kind: str, size: str, rate: str, loss: float, seed: int = 0) -> Result:

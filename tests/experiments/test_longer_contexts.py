@@ -1,4 +1,4 @@
-"""F17 and F18: their smallest forms train, and their claims are judged from losses and needles by length."""
+"""F17, F18 and F21: their smallest forms train, and their claims are judged from losses and needles by length."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data_tools.corpus_writer import IndexedDatasetWriter
-from experiments import corpus, page
+from experiments import corpus, page, third_cliff_lengths
 from experiments.__main__ import main
 from experiments.byte_tokenizer import write_byte_tokenizer
 from experiments.corpus import Corpus, write_joined, write_short
@@ -18,7 +18,9 @@ from experiments.extrapolation import Extrapolation, curve
 from experiments.figure import Result
 from experiments.long_stage import AT_SHORT_LENGTH, SETTINGS, LongStage, short_loss
 from experiments.readings import trailing_loss
+from experiments.recall_documents import ASK
 from experiments.registry import FIGURES
+from experiments.third_cliff_lengths import LENGTHS, QUICK_SIZES, ThirdCliffLengths
 from moba_train.data.indexed import IndexedDataset
 from moba_train.tools.text_tokenizer import load_text_tokenizer
 from tests.experiments.finished_arms import finished_arm
@@ -135,3 +137,35 @@ def test_smallest_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, scaled = (curve(full, way) for way in ("full", "full, YaRN"))
     assert len(plain) == len(scaled) == 8
     assert (plain != scaled).all()
+
+
+@pytest.mark.parametrize(
+    ("losses", "word"),
+    [
+        ({"none-128k": 0.9, "last2-128k": 0.1, "none-32k": 0.3, "last2-32k": 0.08, "all-32k": 0.05}, "agrees"),
+        ({"none-128k": 0.1, "last2-128k": 0.4, "none-32k": 0.6, "last2-32k": 0.3, "all-32k": 0.05}, "does not agree"),
+    ],
+)
+def test_sparse_masks_are_judged_by_the_answers_of_each_length(losses: Mapping[str, float], word: str) -> None:
+    start = {"history": [{"evaluation": "validation_loss", "eval_loss": 9.0}]}
+    results = [
+        finished_arm(name, seed, loss + 0.1 * seed + 1e-4 * (place * seed % 3), **start)
+        for seed in range(3)
+        for place, (name, loss) in enumerate(losses.items())
+    ]
+    bases = [finished_arm("base", seed, loss) for seed, loss in enumerate((0.02, 0.2))]
+    figure = ThirdCliffLengths()
+    finding = figure.find([*bases, *results])
+    assert [verdict.word for verdict in finding.verdicts] == [word] * 3
+    assert [row[:3] for row in finding.rows[1:3]] == [["MoBA", "32K", "1.2 %"], ["last 2 of 6 full", "32K", "1.2 %"]]
+    assert [figure.refuses(base, quick=False) != "" for base in bases] == [False, True]
+
+
+def test_trajectories_carry_loss_on_their_answers_alone_and_answers_are_as_many_at_each_length() -> None:
+    found = {name: (tokens, mask) for name, tokens, mask in third_cliff_lengths._corpora(QUICK_SIZES, quick=True)}
+    for length, tokens in LENGTHS.items():
+        documents, answers = found[f"trajectories-{length}"]
+        assert documents.shape[1] == tokens // 128
+        assert (answers.sum(1) == QUICK_SIZES.facts * QUICK_SIZES.values).all()
+        asked = [list(np.flatnonzero(one == ASK)) for one in documents]
+        assert [[int(place) for place in np.flatnonzero(mask)[:: QUICK_SIZES.values] - 2] for mask in answers] == asked

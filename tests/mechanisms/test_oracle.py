@@ -24,6 +24,7 @@ from tests.attention.kind_checks import (
     results,
     run_layer,
 )
+from tests.mechanisms.test_distilled_gates_gpu import WIDE, moved
 from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
@@ -103,6 +104,27 @@ def test_documents_are_independent(options: dict[str, Any]) -> None:
 @each
 def test_new_tokens_are_decoded_as_trained(options: dict[str, Any]) -> None:
     assert_decodes_like_training("oracle", options, prompts=(13, 5), steps=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 64, "topk": 4},
+        {"block_size": 128, "topk": 3, "select": "group", "always": ("first", "previous")},
+        {"block_size": 1, "topk": 300},
+    ],
+    ids=str,
+)
+def test_kernels_give_the_numbers_of_the_cpu(options: dict[str, Any], device: torch.device) -> None:
+    """But where the next best block has as much probability up to rounding."""
+    layer = make_layer("oracle", options, [700, 0, 1, 600], model=WIDE)
+    rounded = moved(layer, torch.device("cpu"), torch.bfloat16)
+    got, want = (results(moved(rounded, *how)) for how in ((device, torch.bfloat16), (layer.q.device, torch.float32)))
+    for mine, other in zip(got[:2], want[:2], strict=True):
+        for x, y in zip(mine, other, strict=True):
+            difference = (x.float().cpu() - y).abs().flatten(1).amax(1)
+            assert (difference <= 4e-2 * y.abs().max()).float().mean() > 0.95
 
 
 def test_every_block_is_full_attention() -> None:

@@ -4,6 +4,9 @@ Each rank of the group has an equal range of the experts, in the order of the ra
 the host reads them: a rank may send all of its rows to one other rank, or none, and may receive none. Gradients travel
 the same ways back. The rows that a rank receives are sorted by expert, then by the rank that sent them.
 
+All of it is operators, which torch.compile keeps whole: the number of rows that arrive is a size that no compiled code
+knows. A group is known to them by its name.
+
 Shape suffixes: D hidden size, E experts, n rows of this rank, m rows that it receives.
 """
 
@@ -13,39 +16,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from moba_train.mechanisms.experts.products import gather_rows
+from moba_train.parallel.activations import ALWAYS_SAVED
 
-
-class _AllToAll(torch.autograd.Function):
-    """Sends `sent[i]` rows to rank i of the group and receives `received[i]` rows from it. The transfer may still be
-    under way when it returns; `works` then has its handle."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_nD: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, works: list[Any]
-    ) -> Tensor:
-        ctx.arguments = sent, received, group
-        out_mD = x_nD.new_empty(sum(received), x_nD.shape[1])
-        works.append(dist.all_to_all_single(out_mD, x_nD.contiguous(), received, sent, group=group, async_op=True))
-        return out_mD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_mD: Tensor) -> tuple[Tensor, None, None, None, None]:
-        sent, received, group = ctx.arguments
-        out_nD = gradient_mD.new_empty(sum(sent), gradient_mD.shape[1])
-        dist.all_to_all_single(out_nD, gradient_mD.contiguous(), sent, received, group=group)
-        return out_nD, None, None, None, None
+_groups: dict[str, dist.ProcessGroup] = {}
+_works: dict[int, Any] = {}
+"""Transfers under way, by the address of what arrives."""
 
 
-@torch.compiler.disable
+def named(group: dist.ProcessGroup) -> str:
+    """Name of a group for the functions here, which says its size: shapes depend on it."""
+    name = f"{group.group_name} of {group.size()}"
+    _groups[name] = group
+    return name
+
+
 def at_their_experts(
     x_nD: Tensor,
     ends_E: Tensor,
     experts: Callable[[Tensor, Tensor], Tensor],
-    group: dist.ProcessGroup,
+    group: str,
     meanwhile: Callable[[], Tensor | None],
 ) -> tuple[Tensor, Tensor | None]:
     """Results [n, D] of rows that are sorted by expert, in their order, and that of `meanwhile`, which is called while
@@ -54,25 +44,123 @@ def at_their_experts(
     ends: where the rows of each of all experts end, int32 [E]. experts: computes the results of this rank's experts,
     given rows sorted by them and where those of each end.
     """
-    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-    arriving_E = torch.empty_like(counts_E)  # from each rank, for each expert here
-    dist.all_to_all_single(arriving_E, counts_E, group=group)
-    ranks = group.size()
-    both = torch.stack([counts_E, arriving_E]).view(2, ranks, -1).sum(2)
-    sent, received = both.tolist()  # the host waits for the GPU: the sizes of the transfers follow from it
-    works: list[Any] = []
-    arrived_mD = _AllToAll.apply(x_nD, sent, received, group, works)
-    here = len(counts_E) // ranks
-    expert_m = (
-        torch.arange(here, device=x_nD.device).repeat(ranks).repeat_interleave(arriving_E, output_size=sum(received))
-    )
-    order_m = expert_m.sort(stable=True).indices
-    places_m = torch.empty_like(order_m)
-    places_m[order_m] = torch.arange(len(order_m), device=order_m.device)
-    ends = arriving_E.view(ranks, here).sum(0).cumsum(0).int()
+    arriving_E, sizes = exchange_counts(ends_E, group)
+    arriving_mD, order_m, ends = start_exchange(x_nD, arriving_E, sizes, group)
     other = meanwhile()
-    works.pop().wait()
-    y_mD = experts(gather_rows(arrived_mD, order_m, places_m[:, None]), ends)
-    back_nD = _AllToAll.apply(gather_rows(y_mD, places_m, order_m[:, None]), received, sent, group, works)
-    works.pop().wait()
-    return back_nD, other
+    y_mD = experts(finish_exchange(arriving_mD, x_nD.detach(), order_m), ends)
+    return exchange(y_mD, order_m, sizes, len(x_nD), True, group), other
+
+
+def _exchange_counts(ends_E: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """Numbers of rows that arrive, from each rank for each expert here, int32 [E]; and those of rows that this rank
+    sends to each rank and receives from it, int64 [2, ranks] on the host, which waits for the GPU."""
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    arriving_E = torch.empty_like(counts_E)
+    dist.all_to_all_single(arriving_E, counts_E, group=_groups[group])
+    sizes = torch.stack([counts_E, arriving_E]).view(2, _groups[group].size(), -1).sum(2)
+    return arriving_E, sizes.cpu()
+
+
+def _start_exchange(x_nD: Tensor, arriving_E: Tensor, sizes: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [m, D] that arrive, not yet there; the order that sorts them by expert, int64 [m]; and where those of each
+    expert here end, int32."""
+    sent, received = sizes.tolist()
+    rows = sum(received)
+    out_mD = x_nD.new_empty(rows, x_nD.shape[1])
+    work = dist.all_to_all_single(out_mD, x_nD.contiguous(), received, sent, group=_groups[group], async_op=True)
+    _works[out_mD.data_ptr()] = work
+    arriving = arriving_E.view(len(received), -1)
+    here = torch.arange(arriving.shape[1], device=x_nD.device)
+    expert_m = here.repeat(len(received)).repeat_interleave(arriving_E, output_size=rows)
+    return out_mD, expert_m.sort(stable=True).indices, arriving.sum(0).cumsum(0).int()
+
+
+def _finish_exchange(arriving_mD: Tensor, x_nD: Tensor, order_m: Tensor) -> Tensor:
+    """The rows that have arrived, sorted by expert. x: what is sent, which compiled code may not overwrite before."""
+    work = _works.pop(arriving_mD.data_ptr(), None)
+    if work is not None:
+        work.wait()
+    return arriving_mD.index_select(0, order_m)
+
+
+def _exchange(x: Tensor, order_m: Tensor, sizes: Tensor, rows: int, back: bool, group: str) -> Tensor:
+    """The `rows` rows [rows, D] that arrive, of all n rows at their experts, sorted by them; `back`: of m rows, which
+    are sorted by expert, at the ranks that sent them, in their order."""
+    sent, received = sizes.tolist()
+    out = x.new_empty(rows, x.shape[1])
+    if back:
+        x_mD = torch.empty_like(x, memory_format=torch.contiguous_format).index_copy_(0, order_m, x)
+        dist.all_to_all_single(out, x_mD, sent, received, group=_groups[group])
+        return out
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=_groups[group])
+    return out.index_select(0, order_m)
+
+
+def _operator(name: str, function: Callable[..., Any], schema: str) -> Any:
+    return torch.library.custom_op(f"moba_train::{name}", function, mutates_args=(), schema=schema)
+
+
+exchange_counts = _operator("exchange_counts", _exchange_counts, "(Tensor ends, str group) -> (Tensor, Tensor)")
+ALWAYS_SAVED.add(torch.ops.moba_train.exchange_counts.default)
+start_exchange = _operator(
+    "start_exchange",
+    _start_exchange,
+    "(Tensor x, Tensor arriving, Tensor sizes, str group) -> (Tensor, Tensor, Tensor)",
+)
+finish_exchange = _operator("finish_exchange", _finish_exchange, "(Tensor arriving, Tensor x, Tensor order) -> Tensor")
+exchange = _operator(
+    "exchange_rows",
+    _exchange,
+    "(Tensor x, Tensor order, Tensor sizes, SymInt rows, bool back, str group) -> Tensor",
+)
+
+
+@exchange_counts.register_fake
+def _(ends_E: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    sizes = torch.empty(2, _groups[group].size(), dtype=torch.int64, device="cpu")
+    return torch.empty_like(ends_E), sizes
+
+
+@start_exchange.register_fake
+def _(x_nD: Tensor, arriving_E: Tensor, sizes: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    rows = torch.library.get_ctx().new_dynamic_size()
+    order_m = arriving_E.new_empty(rows, dtype=torch.int64)
+    return x_nD.new_empty(rows, x_nD.shape[1]), order_m, arriving_E.new_empty(len(arriving_E) // sizes.shape[1])
+
+
+@finish_exchange.register_fake
+def _(arriving_mD: Tensor, x_nD: Tensor, order_m: Tensor) -> Tensor:
+    return torch.empty_like(arriving_mD)
+
+
+@exchange.register_fake
+def _(x: Tensor, order_m: Tensor, sizes: Tensor, rows: int, back: bool, group: str) -> Tensor:
+    return x.new_empty(rows, x.shape[1])
+
+
+def _save_started(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x_nD, _, sizes, group = inputs
+    ctx.save_for_backward(output[1], sizes)
+    ctx.arguments = x_nD.shape[0], group
+
+
+def _start_backward(ctx: Any, gradient_mD: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
+    order_m, sizes = ctx.saved_tensors
+    rows, group = ctx.arguments
+    return exchange(gradient_mD, order_m, sizes, rows, True, group), None, None, None
+
+
+def _save_exchanged(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, order_m, sizes, _, back, group = inputs
+    ctx.save_for_backward(order_m, sizes)
+    ctx.arguments = x.shape[0], not back, group  # len() would have to know the number of rows
+
+
+def _exchange_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return exchange(gradient, *ctx.saved_tensors, *ctx.arguments), None, None, None, None, None
+
+
+start_exchange.register_autograd(_start_backward, setup_context=_save_started)
+# The gradient of what arrives stays sorted by expert: `_start_backward` restores the order.
+finish_exchange.register_autograd(lambda _, gradient_mD: (gradient_mD, None, None))
+exchange.register_autograd(_exchange_backward, setup_context=_save_exchanged)

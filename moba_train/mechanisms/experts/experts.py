@@ -7,7 +7,6 @@ token, n = T k choices.
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
@@ -44,8 +43,8 @@ class MixtureOfExperts(RegisteredFeedForward):
         self.shared_gate = Router(model.hidden_size, 1, False) if options.shared_gate else None
         self.register_buffer("bias", torch.zeros(options.experts), persistent=options.router.has_bias)
         self.balance = Balance(options)
-        self.ep_group: dist.ProcessGroup | None = None
-        """The ranks that the experts are divided over; None: each has all."""
+        self.ep_group: str | None = None
+        """Name of the ranks that the experts are divided over (exchange.py); None: each has all."""
         self.tp = 1
         self.tp_rank = 0
         self.load_E = torch.zeros(0)

@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from moba_train.config.mesh import allowed_divisors
 from moba_train.config.schema import RunConfig
+from moba_train.mechanisms.experts.exchange import named
 from moba_train.mechanisms.experts.options import MoeOptions
 from moba_train.parallel.dims import ParallelDims, StageDims
-from moba_train.torch_private import call_hooks_outside_of_modes
 
 _COLUMNS = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}
 """Dimension of each stack of weights that is the width of an expert."""
@@ -79,10 +79,9 @@ def shard(module: Any, dims: ParallelDims, unit: Callable[..., None]) -> None:
         stack = module.experts.get_submodule(name)
         _distribute(stack, mesh, {parameter: placed for parameter, _ in stack.named_parameters()})
     if dims.ep > 1:
-        module.ep_group = dims.expert_mesh.get_group("ep")
+        module.ep_group = named(dims.expert_mesh.get_group("ep"))
         copies = ("dp_replicate",) if dims.sizes.dp_replicate > 1 else ()
         unit([module.experts], dims.expert_mesh[(*copies, "experts_shard")])
-        call_hooks_outside_of_modes(module.experts)  # activation checkpointing would count what FSDP does in them
 
 
 def counting_groups(options: MoeOptions, dims: ParallelDims, stage: StageDims) -> list[dist.ProcessGroup]:

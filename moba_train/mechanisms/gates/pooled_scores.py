@@ -179,10 +179,8 @@ def scored(
     """Every query of every group: with the selected blocks, or with all before its own."""
     grid = block_grid(layout, block_size)
     pooled_KNw = _pooled(k_index_Ty, k_TKd.shape[1], grid)
-    # Their tiles have 16 keys of a block at least: of shorter ones they would multiply padding.
-    kernels = not reference and block_size >= 16 and triton_multiplies(q_nHd)
-    masses = _masses_by_kernels if kernels else _masses
-    for groups, queries, blocks, mass_gtb in masses(q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale):
+    masses = block_masses(q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale, reference)
+    for groups, queries, blocks, mass_gtb in masses:
         counts_gtb = _before(grid, queries, blocks).expand_as(mass_gtb)
         if selected_KnC is not None:
             ids_gtC = _places(selected_KnC[groups, queries], grid, queries, blocks)
@@ -207,6 +205,24 @@ def _places(selected_gtC: Tensor, grid: BlockGrid, queries: slice, blocks: slice
 
 Masses = Iterator[tuple[slice, slice, slice, Tensor]]
 """(groups, queries, blocks, attention's probability in these blocks [g, t, b], any number where it does not count)."""
+
+
+def block_masses(
+    q_nHd: Tensor,
+    k_TKd: Tensor,
+    lse_Hn: Tensor,
+    selected_KnC: Tensor | None,
+    layout: Layout,
+    block_size: int,
+    scale: float,
+    reference: bool,
+) -> Masses:
+    """The probability of the attention with this `lse`, summed over the heads of a group, a chunk of queries at a
+    time. By kernels where they can run, unless the reference is asked for; these may skip what is not selected."""
+    # Their tiles have 16 keys of a block at least: of shorter ones they would multiply padding.
+    kernels = not reference and block_size >= 16 and triton_multiplies(q_nHd)
+    masses = _masses_by_kernels if kernels else _masses
+    yield from masses(q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale)
 
 
 def _masses(

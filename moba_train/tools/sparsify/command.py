@@ -1,5 +1,6 @@
 """`moba-train sparsify`: its options, and the plan that `--dry-run` prints."""
 
+import functools
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -58,7 +59,10 @@ def sparsify(
         bool, typer.Option("--equal-seconds", help="also train full attention for as long as the sparse arm takes")
     ] = False,
     tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="default: the model's")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="ranks of each run, on this machine")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="steps at a time, such as runs of other seeds, each on --gpus GPUs of its own")
+    ] = 1,
     output: Annotated[Path, typer.Option(help="folder of recipes, runs, evaluations, report and model")] = Path(
         "runs/sparsify"
     ),
@@ -72,6 +76,7 @@ def sparsify(
     model, which learns from its own full attention, evaluates, and writes a report and the model. Each step is an
     ordinary command; the same call goes on where the last one ended."""
     from moba_train.tools.sparsify import page, recipes, steps
+    from moba_train.tools.sparsify.places import places
 
     check_output_folder(output)
     request = recipes.Request.checked(
@@ -105,6 +110,7 @@ def sparsify(
     todo = [*steps.steps(request, source, output, evaluation)]
     steps.check(todo, gpus)
     steps.check_evaluations(output / "recipes" / recipes.SPARSE, evaluation)
-    run = steps.run_here if gpus == 1 else lambda words: steps.run_command(words, gpus)
-    steps.run_steps(todo, texts, output, run, typer.echo)
+    run = steps.run_here if gpus == 1 else functools.partial(steps.run_command, gpus=gpus)
+    with places(jobs, gpus) as found:
+        steps.run_steps(todo, texts, output, run, typer.echo, found)
     typer.echo(f"report: {page.write_page(request, output, todo)}")

@@ -1,7 +1,7 @@
 """Steps of `moba-train sparsify`: each is a command of `moba-train`, done when its result is there.
 
 A step that was interrupted runs again: training from its newest checkpoint, an evaluation from its beginning. To run a
-step once more, remove its result.
+step once more, remove its result. Steps that need nothing of each other may run side by side (places.py).
 """
 
 import gc
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from moba_train.resolve.run import resolve_unchecked
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.evaluated_recipe import evaluated_setting
 from moba_train.tools.sparsify import recipes
+from moba_train.tools.sparsify.places import Here, Place
 from moba_train.tools.sparsify.recipes import Request, Source
 
 SECONDS = "seconds.json"
@@ -52,6 +54,8 @@ class Step:
     """Words behind `moba-train`."""
     result: Path
     """A file that is written last; of training, the run folder."""
+    needs: frozenset[str] = frozenset()
+    """Names of steps that end before this one begins."""
 
     @property
     def command(self) -> str:
@@ -98,26 +102,30 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
     common = [*data, "--seq-len", str(request.length), "--attention", "own"]
     full = _with_attention(read, {"default": "full"})
     words = [*common, *full, *recipes.sections(evaluation, ["oracle"])]
-    yield _evaluation("oracle", model, output / "oracle", ["oracle"], words)
+    extended = frozenset({"extend"})
+    yield _evaluation("oracle", model, output / "oracle", ["oracle"], words, extended)
     # A scorer that has learnt nothing would choose the layers by chance: the ideal selection stands for it.
     choosing = "oracle" if recipes.warms_up(request.kind) else request.kind
     selection = {"block_size": size, "topk": topk, "select": "group", "always": recipes.forced(topk)}
     options = {key: value for key, value in selection.items() if key in ATTENTION_KINDS[choosing].Options.model_fields}
     sparse = _with_attention(read, {"default": choosing, choosing: options})
     words = [*common, *sparse, *recipes.sections(evaluation, ["full_layers"])]
-    yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words)
+    yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words, extended)
     arms = recipes.arms(request)
+    needs = {"full": extended, "sparse": frozenset({"calibrate"})}
+    needs["equal-seconds"] = frozenset({"train full 1", "train sparse 1"})
     for seed in range(1, request.seeds + 1):
         for arm in arms:
             run = output / "runs" / f"{arm}-{seed}"
             words = ["train", str(folder / f"{arm}.yaml"), f"seed={seed}", f"run_dir={run}"]
-            yield Step(f"train {arm} {seed}", words, run)
+            yield Step(f"train {arm} {seed}", words, run, needs[arm])
     for seed in range(1, request.seeds + 1):
         for arm in arms:
             yield evaluation_of(f"{arm}-{seed}", output, evaluation, f"full-{seed}" if request.baseline else None)
     run = output / "runs" / "sparse-1"
     model = output / "model"
-    yield Step("export", ["convert", "moba-to-hf", str(run), str(model), "--with-code"], model / "config.json")
+    words = ["convert", "moba-to-hf", str(run), str(model), "--with-code"]
+    yield Step("export", words, model / "config.json", frozenset({"train sparse 1"}))
 
 
 def _with_attention(source: Source, section: dict[str, Any]) -> list[str]:
@@ -132,46 +140,83 @@ def evaluation_of(run: str, output: Path, evaluation: dict[str, Any], dense: str
     oracle = {**evaluation["oracle"], "budgets": evaluation["oracle"]["budgets"][:1]}
     tasks = ["position_wise", "needle", "ruler"]
     words = []
+    named = " ".join(run.rsplit("-", 1))
+    needs = {f"train {named}"}
     if not run.startswith("equal-seconds"):
         tasks.append("oracle")
         if dense is not None and dense != run:
             words = [f"{_DENSE}{output / 'evaluation' / dense / 'evaluation.json'}"]
+            needs.add(f"evaluate {' '.join(dense.rsplit('-', 1))}")
     asked = recipes.sections(evaluation | {"oracle": oracle}, tasks)
+    model = output / "runs" / run
     results = output / "evaluation" / run
-    return _evaluation(
-        f"evaluate {' '.join(run.rsplit('-', 1))}", output / "runs" / run, results, tasks, [*asked, *words]
-    )
+    return _evaluation(f"evaluate {named}", model, results, tasks, [*asked, *words], frozenset(needs))
 
 
-def _evaluation(name: str, model: Path, results: Path, tasks: Sequence[str], words: Sequence[str]) -> Step:
+def _evaluation(
+    name: str, model: Path, results: Path, tasks: Sequence[str], words: Sequence[str], needs: frozenset[str]
+) -> Step:
     command = ["eval", str(model), "--tasks", ",".join(tasks), "--output", str(results), *words]
-    return Step(name, command, results / "evaluation.json")
+    return Step(name, command, results / "evaluation.json", needs)
 
 
 def run_steps(
-    todo: Sequence[Step], guesses: Mapping[str, str], output: Path, run: Runner, say: Callable[[str], object]
+    todo: Sequence[Step],
+    guesses: Mapping[str, str],
+    output: Path,
+    run: Runner,
+    say: Callable[[str], object],
+    places: Sequence[Place] = (Here(),),
 ) -> None:
-    """Run what is not done. guesses: first texts of the recipes, some of which are replaced by what was measured.
+    """Run what is not done, a step at each place at a time, in order as far as steps need others. guesses: first texts
+    of the recipes, some of which are replaced by what was measured.
 
-    Raises UserError when a command fails; the call after it goes on there.
+    Raises UserError when a command fails, after those that run meanwhile have ended; the call after it goes on there.
     """
-    for number, step in enumerate(todo, 1):
+    numbers = {step.name: f"[{number}/{len(todo)}] {step.name}" for number, step in enumerate(todo, 1)}
+    waiting = []
+    for step in todo:
         if step.done:
-            say(f"[{number}/{len(todo)}] {step.name}: done before")
-            continue
-        if step.trains:
-            _measured(step, guesses, output)
-        say(f"[{number}/{len(todo)}] {step.name}: {step.command}")
-        began = time.time()
-        status = run(step.words)
-        if status and step.name == "export":
-            say("the model stays a checkpoint, as no export can hold it")
-            continue
-        if status or not step.done:
-            how = f"ended with status {status}" if status else "stopped before its end"
-            raise UserError(f"the step {step.name!r} {how}; the same command goes on with it")
-        seconds = read_json(output / SECONDS) | {step.name: round(time.time() - began, 1)}
-        write_atomically(output / SECONDS, json.dumps(seconds, indent=2) + "\n")
+            say(f"{numbers[step.name]}: done before")
+        else:
+            waiting.append(step)
+    free = [*places]
+    running: dict[Future[int], tuple[Step, Place, float]] = {}
+    problem = ""
+    while running or (waiting and not problem):
+        missing = {step.name for step in [*waiting, *(step for step, _, _ in running.values())]}
+        ready = [step for step in waiting if not step.needs & missing]
+        for step in ready[: 0 if problem else len(free)]:
+            waiting.remove(step)
+            if step.trains:
+                _measured(step, guesses, output)
+            say(f"{numbers[step.name]}: {step.command}")
+            place = free.pop(0)
+            began = time.time()  # before it starts, as this process may run it at once
+            running[place.start(run, step.words, _log(step, output))] = step, place, began
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            step, place, began = running.pop(future)
+            free.append(place)
+            try:
+                status = future.result()
+            except BrokenExecutor:  # its process was killed
+                status = 1
+            if status and step.name == "export":
+                say("the model stays a checkpoint, as no export can hold it")
+            elif status or not step.done:
+                how = f"ended with status {status}" if status else "stopped before its end"
+                said = f"; its output is in {_log(step, output)}" if _log(step, output).is_file() else ""
+                problem = f"the step {step.name!r} {how}; the same command goes on with it{said}"
+            else:
+                seconds = read_json(output / SECONDS) | {step.name: round(time.time() - began, 1)}
+                write_atomically(output / SECONDS, json.dumps(seconds, indent=2) + "\n")
+    if problem:
+        raise UserError(problem)
+
+
+def _log(step: Step, output: Path) -> Path:
+    """File for what a step prints beside others."""
+    return output / "logs" / f"{step.name.replace(' ', '-')}.txt"
 
 
 def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:

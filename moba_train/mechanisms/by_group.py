@@ -1,0 +1,286 @@
+"""The kind `by_group`: the groups of heads of a layer, each of which shares a key/value head, have different kinds.
+
+A group whose heads look far away may stay full, or have a window, while the others select
+(`moba-train eval --tasks full_layers` says which). Each part of the layer is its kind on a smaller layer: the queries,
+keys and values of its groups, and the whole input. Parts gather keys by themselves under context parallelism and while
+tokens are generated, so that any of these kinds may be joined.
+
+Shape suffixes: T rows given to the layer, n tokens among them, H query heads, K key/value heads, G query heads of a
+group, d head width.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, SerializeAsAny, WithJsonSchema, model_validator
+from torch import Tensor, nn
+
+from moba_train.attention.engine import Engine
+from moba_train.attention.kind import (
+    AttentionKind,
+    KindCosts,
+    KindFacts,
+    LayerInput,
+    MicroBatch,
+    StageContext,
+    TokenBytes,
+)
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import LocalAttention
+from moba_train.attention.shard import Shard, ShardPlace, own_rows, padded
+from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+from moba_train.registry import ATTENTION_KINDS
+
+
+def _able(kind: Any) -> bool:
+    """True for kinds that attend by softmax to keys: full attention, windows, and what selects blocks."""
+    fields = kind.Options.model_fields
+    return kind.name in ("full", "window") or {"block_size", "topk"} <= fields.keys()
+
+
+class Part(Section):
+    """Groups of heads and their kind."""
+
+    groups: tuple[int, ...] = Field(min_length=1, description="groups, that is key/value heads, counted from 0")
+    kind: str = Field(description="their attention kind")
+    options: Annotated[SerializeAsAny[Section], WithJsonSchema({"type": "object"})] = Field(
+        Section(), description="options of that kind"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_options(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(name := given.get("kind"), str):
+            return given
+        kind = ATTENTION_KINDS.get(name)
+        if kind is None or not _able(kind):
+            allowed = [other for other, one in ATTENTION_KINDS.usable().items() if _able(one)]
+            raise ValueError(f"kind: given {name}; allowed: {', '.join(allowed)}")
+        options = given.get("options", {})
+        if not isinstance(options, Section):
+            options = kind.Options.model_validate(options)
+        return {**given, "options": options}
+
+
+class _PartShard(Shard):
+    """A part's shard: what it gathers has names of its own."""
+
+    def __init__(self, shard: Shard, name: str) -> None:
+        self._shard = shard
+        self._name = name
+        self.generation = shard.generation
+
+    @property
+    def layout(self) -> Layout:
+        return self._shard.layout
+
+    @property
+    def place(self) -> ShardPlace:
+        return self._shard.place
+
+    def gather(self, name: str, x_nx: Tensor) -> Tensor:
+        return self._shard.gather(f"{self._name}.{name}", x_nx)
+
+    def all_ranks(self, x: Tensor) -> Tensor:
+        return self._shard.all_ranks(x)
+
+    def attend(
+        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self._shard.attend(q_nHD, k_TKD, v_TKD, attention, selected_HnC)
+
+
+class _PartEngine(Engine):
+    """A part's engine: it gathers keys and attends by itself, as an engine exchanges the keys of a whole layer."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self._name = name
+        self.observers = engine.observers
+
+    def __call__(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout, *sink: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert not sink, "no kind that takes sinks is given one here"
+        shard = self.shard(layout)
+        k_TKD, v_TKD = (shard.gather(name, own_rows(x, shard)) for name, x in (("k", k_LKD), ("v", v_LKD)))
+        out_nHD, lse_Hn = shard.attend(own_rows(q_LHD, shard), k_TKD, v_TKD, attention)
+        return padded(out_nHD, len(q_LHD)), F.pad(lse_Hn, (0, len(q_LHD) - len(out_nHD)))
+
+    def shard(self, layout: Layout) -> Shard:
+        return _PartShard(self._engine.shard(layout), self._name)
+
+
+class ByGroupKind(AttentionKind):
+    """Groups of heads with different kinds; those that no part names have full attention."""
+
+    name = "by_group"
+
+    class Options(Section):
+        """Options of `kind: by_group`."""
+
+        parts: tuple[Part, ...] = Field(
+            (), description="groups of heads, their kinds and options, a kind once; other groups have full attention"
+        )
+        mode: Literal["warmup", "sparse"] | None = Field(
+            None, description="`mode` of parts whose kind has one, such as msa; null: as their options say"
+        )
+
+        @model_validator(mode="after")
+        def _each_once(self) -> Self:
+            for what, values in (
+                ("kind", [part.kind for part in self.parts]),
+                ("group", [group for part in self.parts for group in part.groups]),
+            ):
+                if twice := {value for value in values if values.count(value) > 1}:
+                    raise ValueError(f"parts: given {what} {min(map(str, twice))} more than once; allowed: once")
+            return self
+
+        def complete(self, kv_heads: int) -> list[Part]:
+            """The parts with `mode`, and the groups that none names, which have full attention."""
+            named = {group for part in self.parts for group in part.groups}
+            rest = [group for group in range(kv_heads) if group not in named]
+            found = [part.model_copy(update={"options": self._in_mode(part.options)}) for part in self.parts]
+            full = next((part for part in found if part.kind == "full"), None)
+            if full is not None and rest:
+                found.remove(full)
+                rest = sorted([*full.groups, *rest])
+            return found + ([Part(kind="full", groups=tuple(rest))] if rest else [])
+
+        def _in_mode(self, options: Section) -> Section:
+            if self.mode is None or "mode" not in type(options).model_fields:
+                return options
+            return options.model_copy(update={"mode": self.mode})
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        assert isinstance(options, ByGroupKind.Options)
+        self.by_group = options
+        self.attentions = ()
+        # Full attention is there in any case: how many groups the layer has is not known here.
+        self._kinds = {part.kind: _kind_of(part, head_dim) for part in options.complete(0)}
+        self._kinds.setdefault("full", ATTENTION_KINDS["full"](ATTENTION_KINDS["full"].Options(), head_dim))
+        facts = [kind.facts for kind in self._kinds.values()]
+        self.facts = KindFacts(
+            not_exported=frozenset(),
+            learns=any(one.learns for one in facts),
+            prefill_unit=math.lcm(*(one.prefill_unit for one in facts)),
+            own_kernels=any(one.own_kernels for one in facts),
+            own_decode_problem=next((one.own_decode_problem for one in facts if one.own_decode_problem), ""),
+        )
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """Groups that the model does not have, tensor parallelism, and the problems of each part."""
+        assert isinstance(options, ByGroupKind.Options)
+        most = context.model.kv_heads
+        if missing := [group for part in options.parts for group in part.groups if not 0 <= group < most]:
+            yield f"parts: given group {missing[0]} {context.layers}; allowed: 0 to {most - 1}, the key/value heads"
+            return
+        if context.tp > 1:
+            yield f"parts: given {context.layers} with parallel.tp {context.tp}; allowed: with tp 1"
+        for part in options.complete(most):
+            here = dataclasses.replace(context, model=_part_model(context.model, part))
+            for problem in ATTENTION_KINDS[part.kind].problems(part.options, here):
+                yield f"parts ({part.kind}): {problem}"
+
+    @classmethod
+    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:
+        """Those of the parts, by the names of their kinds."""
+        assert isinstance(options, ByGroupKind.Options)
+        found = {
+            part.kind: ATTENTION_KINDS[part.kind].parameters(part.options, _part_model(model, part), layer)
+            for part in options.complete(model.kv_heads)
+        }
+        modules = {name: module for name, module in found.items() if module is not None}
+        return nn.ModuleDict(modules) if modules else None
+
+    @classmethod
+    def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
+        """Those of the part's kind."""
+        kind, _, own = parameter.partition(".")
+        values: Tensor | None = ATTENTION_KINDS[kind].initial_values(own, shape, generator)
+        return values
+
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+        """The outputs of the parts, each in the place of its heads; the sum of their auxiliary losses."""
+        kv_heads = layer.k_TKd.shape[1]
+        outputs = []
+        losses = []
+        order: list[int] = []
+        for part in self.by_group.complete(kv_heads):
+            groups = list(part.groups)
+            q_TGd = layer.q_THd.unflatten(1, (kv_heads, -1))[:, groups].flatten(1, 2)
+            smaller = layer._replace(
+                q_THd=q_TGd,
+                k_TKd=layer.k_TKd[:, groups],
+                v_TKd=layer.v_TKd[:, groups],
+                engine=_PartEngine(layer.engine, part.kind),
+                sink=(),
+            )
+            assert parameters is None or isinstance(parameters, nn.ModuleDict)
+            own = parameters[part.kind] if parameters is not None and part.kind in parameters else None
+            out_TGd, loss_T = self._kinds[part.kind].mix(smaller, own)
+            outputs.append(out_TGd.unflatten(1, (len(groups), -1)))
+            losses += [] if loss_T is None else [loss_T]
+            order += groups
+        back = sorted(range(kv_heads), key=order.__getitem__)
+        out_TKGd = torch.cat(outputs, 1)[:, back]
+        return out_TKGd.flatten(1, 2), sum(losses[1:], losses[0]) if losses else None
+
+    def costs(self, model: ModelConfig) -> "ByGroupCosts":
+        """Costs of the parts."""
+        return ByGroupCosts(self, model)
+
+    def kinds_of(self, model: ModelConfig) -> list[tuple[ModelConfig, AttentionKind]]:
+        """Each part's kind, and the shape of its smaller layer."""
+        parts = self.by_group.complete(model.kv_heads)
+        return [(_part_model(model, part), self._kinds[part.kind]) for part in parts]
+
+
+class ByGroupCosts(KindCosts):
+    """Costs of a layer whose groups of heads have different kinds."""
+
+    kind: ByGroupKind
+
+    def __init__(self, kind: ByGroupKind, model: ModelConfig) -> None:
+        super().__init__(kind, model)
+        self._parts = [own.costs(smaller) for smaller, own in kind.kinds_of(model)]
+
+    def pairs(self, lengths: Sequence[int]) -> float:
+        """Mean over the heads."""
+        return sum(part.pairs(lengths) * part.model.heads for part in self._parts) / self.model.heads
+
+    def flops(self, lengths: Sequence[int]) -> float:
+        """Sum of the parts."""
+        return sum(part.flops(lengths) for part in self._parts)
+
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """Sum of the parts. One that leaves its keys to the engine has them gathered here, and again what its gate
+        learns from, which it counts as kept of other ranks."""
+        found = [part.token_bytes(batch) for part in self._parts]
+        gathered = 0
+        for part, one in zip(self._parts, found, strict=True):
+            keys = 2 * batch.width * part.model.kv_heads * self.model.head_width
+            again = one.activations // (batch.cp - 1) if batch.cp > 1 else 0
+            gathered += keys + again if one.gathered is None else one.gathered
+        sums = (sum(one.saved for one in found), sum(one.activations for one in found))
+        return TokenBytes(*sums, gathered, max(one.workspace for one in found))
+
+
+def _kind_of(part: Part, head_dim: int) -> AttentionKind:
+    kind: AttentionKind = ATTENTION_KINDS[part.kind](part.options, head_dim)
+    return kind
+
+
+def _part_model(model: ModelConfig, part: Part) -> ModelConfig:
+    """The model with the part's heads alone."""
+    groups = len(part.groups)
+    sizes = {"heads": groups * (model.heads // model.kv_heads), "kv_heads": groups, "head_dim": model.head_width}
+    return model.model_copy(update=sizes)
+

@@ -1,0 +1,122 @@
+"""Groups of heads with different kinds in one layer: what each kind gives on its own, ranks, documents, decoding."""
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from moba_train.attention.kind import MicroBatch, StageContext
+from moba_train.attention.registry import KINDS
+from moba_train.parallel.context.strategy import CPStrategy
+from tests.attention.kind_checks import (
+    MODEL,
+    STRATEGIES,
+    Layer,
+    assert_documents_are_independent,
+    assert_ranks_equal_one_device,
+    make_layer,
+    results,
+    run_layer,
+)
+from tests.tools.decoding_checks import assert_decodes_like_training
+
+LENGTHS = [12, 0, 1, 27]
+WIDE = MODEL.model_copy(update={"heads": 6, "kv_heads": 3})
+BLOCKS = {"block_size": 4, "topk": 3}
+SPARSE = {"kind": "moba", "options": BLOCKS}
+GATED = {"kind": "msa", "options": BLOCKS}
+NEAR = {"kind": "window", "options": {"window": 5, "sinks": 2}}
+CASES: dict[str, dict[str, Any]] = {
+    "moba and full": {"parts": [SPARSE | {"groups": [1]}]},
+    "msa and a window": {"parts": [NEAR | {"groups": [1]}, GATED | {"groups": [0]}]},
+    "msa in its warm-up": {"parts": [GATED | {"groups": [0]}], "mode": "warmup"},
+}
+each = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+
+
+def apart(layer: Layer) -> list[Tensor]:
+    """Each part as a layer of its own."""
+    group = layer.q.shape[1] // layer.k.shape[1]
+    out = torch.zeros_like(layer.q)
+    losses = []
+    for part in layer.kind.options.complete(layer.k.shape[1]):
+        heads = [head for number in part.groups for head in range(number * group, (number + 1) * group)]
+        groups = list(part.groups)
+        sizes = {"heads": len(heads), "kv_heads": len(groups)}
+        inputs = (layer.x, layer.q[:, heads], layer.k[:, groups], layer.v[:, groups])
+        alone = layer.with_inputs(
+            inputs,
+            kind=KINDS[part.kind](part.options, layer.model.head_width),
+            parameters=layer.parameters[part.kind] if part.kind == "msa" else None,
+            model=layer.model.model_copy(update=sizes),
+        )
+        outputs = run_layer(alone)
+        out = out.index_copy(1, torch.tensor(heads), outputs[0])
+        losses += outputs[1:]
+    return [out, *losses]
+
+
+@each
+def test_each_part_is_its_kind_on_a_smaller_layer(options: dict[str, Any]) -> None:
+    layer = make_layer("by_group", options, LENGTHS, model=WIDE)
+    for got, want in zip(results(layer), results(layer, apart), strict=True):
+        pairs = zip(got.values(), want.values(), strict=True) if isinstance(got, dict) else zip(got, want, strict=True)  # type: ignore[union-attr]
+        for mine, other in pairs:
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+@each
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_ranks_equal_one_device(options: dict[str, Any], strategy: CPStrategy) -> None:
+    assert_ranks_equal_one_device(make_layer("by_group", options, [13, 27]), strategy)
+
+
+@each
+def test_documents_are_independent(options: dict[str, Any]) -> None:
+    assert_documents_are_independent("by_group", options, LENGTHS)
+
+
+@pytest.mark.parametrize("case", ["moba and full", "msa and a window"])
+def test_new_tokens_are_decoded_as_trained(case: str) -> None:
+    assert_decodes_like_training("by_group", CASES[case], prompts=(13, 5), steps=4)
+
+
+def test_costs_are_those_of_the_parts() -> None:
+    kind = KINDS["by_group"](KINDS["by_group"].Options.model_validate(CASES["moba and full"]), MODEL.head_width)
+    full, sparse = (
+        KINDS[name](KINDS[name].Options(**given), MODEL.head_width).costs(MODEL)
+        for name, given in (("full", {}), ("moba", BLOCKS))
+    )
+    costs = kind.costs(MODEL)
+    assert costs.pairs([64]) == (full.pairs([64]) + sparse.pairs([64])) / 2
+    assert costs.flops([64]) == (full.flops([64]) + sparse.flops([64])) / 2
+    assert costs.token_bytes(MicroBatch(2, 64, 64, 1)).gathered == 2 * 2 * MODEL.kv_heads * MODEL.head_width
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ([SPARSE | {"groups": [0]}, SPARSE | {"groups": [1]}], "parts: given kind moba more than once"),
+        ([SPARSE | {"groups": [0, 0]}], "parts: given group 0 more than once"),
+        ([{"kind": "lightning", "groups": [0]}], "kind: given lightning; allowed: full, .*msa"),
+        ([{"kind": "moba", "groups": [0], "options": {"topks": 3}}], "topks"),
+    ],
+)
+def test_parts_that_contradict_each_other_are_refused(parts: list[dict[str, Any]], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        KINDS["by_group"].Options.model_validate({"parts": parts})
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    def problems(parts: list[dict[str, Any]], tp: int = 1) -> list[str]:
+        context = StageContext(MODEL, 64, 1, tp, False, "cpu", "in layer 3")
+        return [*KINDS["by_group"].problems(KINDS["by_group"].Options.model_validate({"parts": parts}), context)]
+
+    assert problems([SPARSE | {"groups": [2]}]) == [
+        "parts: given group 2 in layer 3; allowed: 0 to 1, the key/value heads"
+    ]
+    assert problems([SPARSE | {"groups": [1]}], tp=2) == ["parts: given in layer 3 with parallel.tp 2; allowed: with tp 1"]
+    long = [{"kind": "moba", "groups": [1], "options": {"block_size": 128, "topk": 3}}]
+    assert problems(long)[0].startswith("parts (moba): block_size: given 128 in layer 3")

@@ -1,0 +1,106 @@
+"""Steps of `moba-train sparsify` side by side: what waits for what, a step that fails, and processes with GPUs of their
+own."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier, Event
+from typing import Any
+
+import pytest
+
+from moba_train.errors import UserError
+from moba_train.tools.sparsify import steps
+from moba_train.tools.sparsify.places import Place, places
+from moba_train.tools.sparsify.steps import SECONDS, Step, run_steps
+
+
+class Thread:
+    """A place that is a thread of this process."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1)
+
+    def start(self, run: Callable[[Sequence[str]], int], words: Sequence[str], log: Path) -> "Future[int]":
+        return self.pool.submit(run, words)
+
+
+@pytest.fixture
+def threads() -> Iterator[list[Place]]:
+    made = [Thread(), Thread()]
+    yield [*made]
+    for one in made:
+        one.pool.shutdown()
+
+
+def step(folder: Path, name: str, *needs: str) -> Step:
+    return Step(name, ["eval", name], folder / name, frozenset(needs))
+
+
+def test_steps_that_need_nothing_of_each_other_run_at_the_same_time(tmp_path: Path, threads: list[Place]) -> None:
+    together = Barrier(2, timeout=60)
+    ended: list[str] = []
+
+    def run(words: Sequence[str]) -> int:
+        if words[1] in ("oracle", "calibrate"):
+            together.wait()
+        (tmp_path / words[1]).touch()
+        ended.append(words[1])
+        return 0
+
+    (tmp_path / "before").touch()
+    todo = [step(tmp_path, "before"), step(tmp_path, "extend", "before"), step(tmp_path, "oracle", "extend")]
+    todo += [
+        step(tmp_path, "calibrate", "extend"),
+        step(tmp_path, "sparse", "calibrate"),
+        step(tmp_path, "export", "sparse"),
+    ]
+    said: list[str] = []
+    run_steps(todo, {}, tmp_path, run, said.append, threads)
+    assert ended[0] == "extend"
+    assert ended.index("calibrate") < ended.index("sparse") < ended.index("export")
+    assert said[0] == "[1/6] before: done before"
+    assert json.loads((tmp_path / SECONDS).read_text()).keys() == {*ended}
+
+
+def test_after_a_failure_what_runs_ends_and_nothing_begins(
+    tmp_path: Path, threads: list[Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    second = Event()
+    wait = steps.wait
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        waits.append(len(waits))
+        if len(waits) == 2:  # the failure has been seen
+            second.set()
+        return wait(*arguments, **options)
+
+    def run(words: Sequence[str]) -> int:
+        if words[1] == "fails":
+            return 9
+        assert second.wait(60)
+        (tmp_path / words[1]).touch()
+        return 0
+
+    monkeypatch.setattr(steps, "wait", counted)
+    todo = [step(tmp_path, "fails"), step(tmp_path, "works"), step(tmp_path, "later"), step(tmp_path, "last", "works")]
+    with pytest.raises(UserError, match="the step 'fails' ended with status 9; the same command goes on with it"):
+        run_steps(todo, {}, tmp_path, run, print, threads)
+    assert (tmp_path / "works").exists()
+    assert not (tmp_path / "later").exists()
+    assert not (tmp_path / "last").exists()
+
+
+def test_processes_have_gpus_of_their_own_and_write_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    words = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES; echo problem >&2; exit 3"]
+    logs = [tmp_path / "logs" / f"{number}.txt" for number in range(2)]
+    with places(2, 2) as found:
+        started = [place.start(subprocess.call, words, log) for place, log in zip(found, logs, strict=True)]
+        assert [future.result() for future in started] == [3, 3]
+    assert [log.read_text() for log in logs] == ["4,5\nproblem\n", "6,7\nproblem\n"]
+    with pytest.raises(UserError, match="--jobs: given 5; allowed: at most 4, with 1 of 4 GPUs each"), places(5, 1):
+        pass
