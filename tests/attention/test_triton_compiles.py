@@ -304,6 +304,17 @@ def test_kernels_fit_the_shared_memory_of_other_gpus(head_dim: int, block_size: 
         assert compiled.metadata.shared <= limit, kernel.__name__
 
 
+def test_the_page_of_resources_has_every_kernel_and_gpu() -> None:
+    """After a change: python -m tests.attention.kernel_resources, with each Triton of the page."""
+    page = (Path(__file__).parents[2] / "benchmarks" / "measured" / "kernel-resources.md").read_text()
+    kernels = {kernel.__name__ for size in (128, 4096) for kernel, _, _ in kernels_at(128, size, SHARED_LIMIT)}
+    tables = page.split("<!-- Triton ")[1:]
+    assert [text[:3] for text in tables] == ["3.6", "3.9"]
+    for text in tables:
+        assert kernels <= {*re.findall(r"^\| `(\w+)` \| \d+ / \d+ / \d+ \|", text, re.MULTILINE)}
+        assert all(f" sm_{architecture} |" in text for architecture in KIBIBYTES)
+
+
 def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path: Path) -> None:
     """Whatever kernels reserve must not grow with the number of selected blocks."""
     long, short = tile_shapes(128, 4096), tile_shapes(128, 128)
