@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -50,6 +51,20 @@ def test_help_starts_at_once_without_heavy_imports() -> None:
         assert done.returncode == 0, done.stderr
         assert "plan" in done.stdout
     assert min(times) < 0.3
+
+
+def test_no_metavar_is_the_name_of_its_option_in_capitals() -> None:
+    """Typer 0.27 makes it the option: `--tokens` with the metavar TOKENS could only be given as --TOKENS."""
+    waiting = [typer.main.get_command(app)]
+    checked = 0
+    while waiting:
+        command = waiting.pop()
+        waiting += getattr(command, "commands", {}).values()
+        for option in command.params:
+            if option.opts == [f"--{option.name}"]:
+                checked += 1
+                assert option.metavar != f"{option.name}".upper(), f"{command.name} --{option.name}"
+    assert checked > 50
 
 
 def test_version_names_the_commit() -> None:

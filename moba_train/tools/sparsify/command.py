@@ -32,7 +32,7 @@ def sparsify(
     ] = 4096,
     tokens: Annotated[
         int,
-        typer.Option(parser=parse_budget, metavar="TOKENS", help="training tokens of each arm, all stages together"),
+        typer.Option(parser=parse_budget, metavar="COUNT", help="training tokens of each arm, all stages together"),
     ] = 15_000_000,
     kind: Annotated[
         str, typer.Option(help="attention kind that selects: msa, qsa, seer, moba or another with blocks")
