@@ -63,7 +63,7 @@ class MixtureOfExperts(nn.Module):
         self.choice: dict[str, Any] = options["router"]
         has_bias: bool = options["bias"]
         self.router = Weights(number, hidden, has_bias=has_bias)
-        self.experts = nn.ModuleDict(
+        self.experts: Any = nn.ModuleDict(
             {
                 "gate_proj": Weights(number, width, hidden, has_bias=has_bias),
                 "up_proj": Weights(number, width, hidden, has_bias=has_bias),

@@ -291,7 +291,7 @@ class Block(nn.Module):
 class MobaForCausalLM(PreTrainedModel, GenerationMixin):
     """The language model."""
 
-    config_class = MobaConfig
+    config_class: Any = MobaConfig
     base_model_prefix = "model"
     _no_split_modules = ["Block"]
     _supports_sdpa = True
