@@ -34,6 +34,6 @@ others = [name for name in ours if name.startswith(("moba_train.mechanisms", "mo
 print(f"import moba_train.train loads {len(ours)} modules")
 assert len(ours) <= 200 and not others, others
 PYTHON
-"$alone" -m pytest -q -n 2 --dist loadfile -m "not slow" tests "$@" | tee tested
+"$alone" -m pytest -q -n 3 --dist loadfile -m "not slow" tests "$@" | tee tested
 passed=$(sed -nE 's|(.* )?([0-9]+) passed.*|\2|p' tested)
 [ "${passed:-0}" -ge 2850 ] || { echo "only ${passed:-0} tests of the core passed; allowed: 2850 and more" >&2; exit 1; }

@@ -74,7 +74,7 @@ def draw(figure: Figure, content: dict[str, Any]) -> None:
     by_model: dict[str, list[Row]] = {}
     for row in content["results"]:
         by_model.setdefault(f"{row['model']}, {format_count(row['length'], 1024)}", []).append(row)
-    panels = figure.subplots(len(by_model), 2, sharex="col", squeeze=False)
+    panels = figure.subplots(len(by_model), 2, sharex="col", sharey="row", squeeze=False)
     for (losses, needles), (name, own) in zip(panels, by_model.items(), strict=True):
         _draw_losses(losses, own)
         _draw_needles(needles, own)
@@ -105,9 +105,7 @@ def _draw_needles(axes: Axes, own: Sequence[Row]) -> None:
         ]
         if points:
             axes.plot(*zip(*points, strict=True), mark, color=colour, label=name)
-    axes.set_yticks(range(len(own)), [""] * len(own))
     axes.set_xlim(-0.05, 1.05)
-    axes.invert_yaxis()
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Real text that every machine has: the Python sources of this environment's packages, as bytes."""
+"""Real text that every machine has: Python's own sources and, behind them, those of this environment's packages, as
+bytes."""
 
 import functools
 import random
@@ -26,7 +27,11 @@ def write_text(folder: Path, tokens: int) -> None:
 
 @functools.cache
 def _sources() -> tuple[Path, ...]:
-    """All source files in a random order, which is always the same; found once, as there are tens of thousands."""
-    files = sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
-    random.Random(0).shuffle(files)
-    return tuple(files)
+    """All source files, the first ones last, each part in a random order that is always the same; found once, as there
+    are tens of thousands. Python's own come first: a short text is then the same whatever else is installed."""
+    packages, own = (sorted(Path(sysconfig.get_paths()[name]).rglob("*.py")) for name in ("purelib", "stdlib"))
+    own = [file for file in own if not {"site-packages", "dist-packages"}.intersection(file.parts)]
+    order = random.Random(0)
+    order.shuffle(packages)
+    order.shuffle(own)
+    return (*packages, *own)

@@ -25,8 +25,9 @@ from moba_train.tools.sparsify.steps import Step
 FORCED = ["first", "previous", "current"]
 
 
-def ablations(recipe: dict[str, Any], count: int) -> dict[str, list[str]]:
-    """Overrides of the recipe sparse.yaml, by the arm's name. count: layers that stay full."""
+def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, Any]]) -> dict[str, list[str]]:
+    """Overrides of the recipe sparse.yaml, by the arm's name. count: layers that stay full; layers: its
+    `attention.overrides`, of which those of kind by_group follow the sparse layers."""
     kind = recipe["attention"]["default"]
     own = recipe["attention"][kind]
     size, topk = own["block_size"], own["topk"]
@@ -34,6 +35,21 @@ def ablations(recipe: dict[str, Any], count: int) -> dict[str, list[str]]:
     last = recipe["stages"][-1]
     distill = f"stages.{len(recipe['stages']) - 1}.distill"
     tokens = sum(stage["tokens"] for stage in recipe["stages"])
+
+    whole = {layer: one for layer, one in layers.items() if one.get("kind") != "by_group"}
+
+    def in_groups(kind: str, options: dict[str, Any]) -> list[str]:
+        """The layers of kind by_group with this kind in the groups that are not full."""
+        changed = {
+            layer: one | {"parts": [part | {"kind": kind, "options": options} for part in one["parts"]]}
+            for layer, one in layers.items()
+            if layer not in whole
+        }
+        return [f"attention.overrides={json.dumps(whole | changed)}"] if changed else []
+
+    def sized(block_size: int) -> list[str]:
+        sizes = {"block_size": block_size, "topk": budget // block_size}
+        return [*(f"attention.{kind}.{key}={value}" for key, value in sizes.items()), *in_groups(kind, own | sizes)]
 
     def moba(block_size: int, **options: Any) -> list[str]:
         section = {
@@ -43,16 +59,19 @@ def ablations(recipe: dict[str, Any], count: int) -> dict[str, list[str]]:
             "always": FORCED,
         } | options
         stages = json.dumps([last | {"tokens": tokens}])  # it has no scorer to warm up
-        return ["attention.default=moba", f"attention.moba={json.dumps(section)}", f"stages={stages}"]
+        chosen = ["attention.default=moba", f"attention.moba={json.dumps(section)}", f"stages={stages}"]
+        return [*chosen, *in_groups("moba", section)]
+
+    without_groups = [f"attention.overrides={json.dumps(whole)}"] if whole != layers else []
 
     found = {
         "no-distillation": [f"{distill}=null"],
         "attention-distillation": [f"{distill}.on=attention", f"{distill}.weight=1"],
         "full-steps": [f"{distill}.full_every=4"],
-        "last-layers": [f"attention.full_layers=last:{count}"],
-        "no-full-layers": ["attention.full_layers=none"],
-        "half-blocks": [f"attention.{kind}.block_size={size // 2}", f"attention.{kind}.topk={2 * topk}"],
-        "double-blocks": [f"attention.{kind}.block_size={2 * size}", f"attention.{kind}.topk={topk // 2}"],
+        "last-layers": [f"attention.full_layers=last:{count}", *without_groups],
+        "no-full-layers": ["attention.full_layers=none", *without_groups],
+        "half-blocks": sized(size // 2),
+        "double-blocks": sized(2 * size),
         "moba": moba(64),
         "moba-512": moba(512),
         "moba-per-head": moba(64, select="head"),
@@ -60,15 +79,17 @@ def ablations(recipe: dict[str, Any], count: int) -> dict[str, list[str]]:
         "moba-key-conv": moba(64, key_conv=3),
     }
     if len(recipe["stages"]) > 1:
-        found["frozen-scorer"] = [f"attention.{kind}.train_gate=false"]
+        frozen = own | {"train_gate": False}
+        found["frozen-scorer"] = [f"attention.{kind}.train_gate=false", *in_groups(kind, frozen)]
         for name, other in (("qsa", 4), ("seer", 64)):
             section = {"block_size": other, "topk": budget // other}
             warmup = recipe["stages"][0] | {
-                "attention": {name: {"mode": "warmup"}},
-                "trainable": [f"*.attention.{name}.*"],
+                "attention": {name: {"mode": "warmup"}, "by_group": {"mode": "warmup"}},
+                "trainable": [f"*.attention.*{name}.*"],
             }
             stages = json.dumps([warmup, last])
-            found[name] = [f"attention.default={name}", f"attention.{name}={json.dumps(section)}", f"stages={stages}"]
+            chosen = [f"attention.default={name}", f"attention.{name}={json.dumps(section)}", f"stages={stages}"]
+            found[name] = [*chosen, *in_groups(name, section)]
     return found
 
 
@@ -93,10 +114,10 @@ def main() -> None:
 
 def arms_of(folder: Path) -> dict[str, list[str]]:
     """The ablations of the sparse recipe in `folder`."""
-    read = {
-        name: parse_yaml((folder / "recipes" / name).read_text(), name) for name in (recipes.SPARSE, recipes.EVALUATION)
-    }
-    return ablations(read[recipes.SPARSE], read[recipes.EVALUATION]["evaluation"]["full_layers"]["count"])
+    names = recipes.SPARSE, recipes.EVALUATION, recipes.BASE, recipes.CALIBRATED
+    sparse, evaluation, *attention = (parse_yaml((folder / "recipes" / name).read_text(), name) for name in names)
+    layers = {layer: one for read in attention for layer, one in read["attention"].get("overrides", {}).items()}
+    return ablations(sparse, evaluation["evaluation"]["full_layers"]["count"], layers)
 
 
 def run(folder: Path, names: Sequence[str], seeds: int, output: Path, jobs: int = 1) -> None:

@@ -15,6 +15,9 @@ IMPORTED_LATE = [
 ]
 """By training runs: by torch, or with plotly."""
 
+IMPORTED_BY_TESTS = ["pytest", "hypothesis"]
+"""By the module of the function that a process runs: 0.7 s of processor time in each."""
+
 GARBAGE_SEARCHES = 1_000, 20, 100
 """For `gc.set_threshold`, after `gc.freeze`: Python searches the old objects whenever those that are not frozen have
 grown by a quarter, and with its own numbers does so for a twentieth of the tests' time."""
@@ -24,7 +27,7 @@ def forked() -> ForkServerContext:
     """Its processes are forks of one that has imported all this once. They have the environment of that one: what a
     test changes in its own does not reach them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moba_train.train", "moba_train.tools.cli", *IMPORTED_LATE])
+    context.set_forkserver_preload(["moba_train.train", "moba_train.tools.cli", *IMPORTED_LATE, *IMPORTED_BY_TESTS])
     return context
 
 

@@ -11,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,13 +28,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 class ForkedProgram:
     """A running `python *arguments` with the environment of this process and `more`, on the CPU.
 
-    It offers what the tests use of `subprocess.Popen`. What it prints goes to the file `output`.
+    It offers what the tests use of `subprocess.Popen`. What it prints goes to the file `output`, its errors to the file
+    `errors` if there is one.
     """
 
-    def __init__(self, arguments: Sequence[str], output: Path, **more: str) -> None:
+    def __init__(self, arguments: Sequence[str], output: Path, errors: Path | None = None, /, **more: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
         self._output = output
-        self._process = forked().Process(target=_start, args=([*arguments], environment, str(output)))
+        self._process = forked().Process(target=_start, args=([*arguments], environment, (output, errors or output)))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -70,6 +72,15 @@ class ForkedProgram:
         return output, None
 
 
+def run_forked(command: Sequence[str], **_how: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of a command that begins with this Python, whose streams are one: stdout."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = ForkedProgram(command[1:], Path(folder) / "output")
+        output, _ = program.communicate()
+    assert program.returncode is not None
+    return subprocess.CompletedProcess([*command], program.returncode, output)
+
+
 class ForkedRank:
     """The process of a rank, with what torchrun asks of it."""
 
@@ -91,10 +102,9 @@ class ForkedRank:
             raise subprocess.TimeoutExpired("rank", timeout or 0.0)
 
 
-def _start(arguments: list[str], environment: dict[str, str], output: str) -> None:
-    descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+def _start(arguments: list[str], environment: dict[str, str], streams: tuple[Path, Path]) -> None:
+    for number, path in enumerate(streams, start=1):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     faulthandler.enable()
     handler: Any = SubprocessHandler
     handler._popen = lambda _handler, command, environment: ForkedRank(command, environment)

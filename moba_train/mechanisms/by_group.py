@@ -11,12 +11,12 @@ group, d head width.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, SerializeAsAny, WithJsonSchema, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 from torch import Tensor, nn
 
 from moba_train.attention.engine import Engine
@@ -37,7 +37,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.registry import ATTENTION_KINDS
 
 
-def _able(kind: Any) -> bool:
+def can_be_part(kind: Any) -> bool:
     """True for kinds that attend by softmax to keys: full attention, windows, and what selects blocks."""
     fields = kind.Options.model_fields
     return kind.name in ("full", "window") or {"block_size", "topk"} <= fields.keys()
@@ -48,18 +48,17 @@ class Part(Section):
 
     groups: tuple[int, ...] = Field(min_length=1, description="groups, that is key/value heads, counted from 0")
     kind: str = Field(description="their attention kind")
-    options: Annotated[SerializeAsAny[Section], WithJsonSchema({"type": "object"})] = Field(
-        Section(), description="options of that kind"
-    )
+    options: Annotated[Any, WithJsonSchema({"type": "object"})] = Field({}, description="options of that kind")
 
     @model_validator(mode="before")
     @classmethod
     def _with_options(cls, given: Any) -> Any:
+        """The part whose options are the kind's section."""
         if not isinstance(given, dict) or not isinstance(name := given.get("kind"), str):
             return given
         kind = ATTENTION_KINDS.get(name)
-        if kind is None or not _able(kind):
-            allowed = [other for other, one in ATTENTION_KINDS.usable().items() if _able(one)]
+        if kind is None or not can_be_part(kind):
+            allowed = [other for other, one in ATTENTION_KINDS.usable().items() if can_be_part(one)]
             raise ValueError(f"kind: given {name}; allowed: {', '.join(allowed)}")
         options = given.get("options", {})
         if not isinstance(options, Section):
@@ -116,6 +115,13 @@ class _PartEngine(Engine):
         return _PartShard(self._engine.shard(layout), self._name)
 
 
+def with_the_rest(named: Mapping[str, tuple[int, ...]], kv_heads: int) -> dict[str, tuple[int, ...]]:
+    """Groups by their kind, those that are not named by `full`."""
+    given = {group for groups in named.values() for group in groups}
+    rest = tuple(group for group in range(kv_heads) if group not in given)
+    return {**named, "full": (*named.get("full", ()), *rest)} if rest else dict(named)
+
+
 class ByGroupKind(AttentionKind):
     """Groups of heads with different kinds; those that no part names have full attention."""
 
@@ -133,24 +139,20 @@ class ByGroupKind(AttentionKind):
 
         @model_validator(mode="after")
         def _each_once(self) -> Self:
-            for what, values in (
-                ("kind", [part.kind for part in self.parts]),
-                ("group", [group for part in self.parts for group in part.groups]),
-            ):
+            groups = [str(group) for part in self.parts for group in part.groups]
+            for what, values in (("kind", [part.kind for part in self.parts]), ("group", groups)):
                 if twice := {value for value in values if values.count(value) > 1}:
-                    raise ValueError(f"parts: given {what} {min(map(str, twice))} more than once; allowed: once")
+                    raise ValueError(f"parts: given {what} {min(twice)} more than once; allowed: once")
             return self
 
         def complete(self, kv_heads: int) -> list[Part]:
             """The parts with `mode`, and the groups that none names, which have full attention."""
-            named = {group for part in self.parts for group in part.groups}
-            rest = [group for group in range(kv_heads) if group not in named]
-            found = [part.model_copy(update={"options": self._in_mode(part.options)}) for part in self.parts]
-            full = next((part for part in found if part.kind == "full"), None)
-            if full is not None and rest:
-                found.remove(full)
-                rest = sorted([*full.groups, *rest])
-            return found + ([Part(kind="full", groups=tuple(rest))] if rest else [])
+            options = {part.kind: self._in_mode(part.options) for part in self.parts}
+            named = {part.kind: part.groups for part in self.parts}
+            return [
+                Part(kind=kind, groups=groups, options=options.get(kind, {}))
+                for kind, groups in with_the_rest(named, kv_heads).items()
+            ]
 
         def _in_mode(self, options: Section) -> Section:
             if self.mode is None or "mode" not in type(options).model_fields:
@@ -163,6 +165,7 @@ class ByGroupKind(AttentionKind):
         self.by_group = options
         self.attentions = ()
         # Full attention is there in any case: how many groups the layer has is not known here.
+        self._named = {part.kind: part.groups for part in options.parts}
         self._kinds = {part.kind: _kind_of(part, head_dim) for part in options.complete(0)}
         self._kinds.setdefault("full", ATTENTION_KINDS["full"](ATTENTION_KINDS["full"].Options(), head_dim))
         facts = [kind.facts for kind in self._kinds.values()]
@@ -208,24 +211,24 @@ class ByGroupKind(AttentionKind):
         return values
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-        """The outputs of the parts, each in the place of its heads; the sum of their auxiliary losses."""
+        """The outputs of the parts, each where its heads are; the sum of their auxiliary losses."""
         kv_heads = layer.k_TKd.shape[1]
         outputs = []
         losses = []
         order: list[int] = []
-        for part in self.by_group.complete(kv_heads):
-            groups = list(part.groups)
+        for kind, numbers in with_the_rest(self._named, kv_heads).items():
+            groups = list(numbers)
             q_TGd = layer.q_THd.unflatten(1, (kv_heads, -1))[:, groups].flatten(1, 2)
             smaller = layer._replace(
                 q_THd=q_TGd,
                 k_TKd=layer.k_TKd[:, groups],
                 v_TKd=layer.v_TKd[:, groups],
-                engine=_PartEngine(layer.engine, part.kind),
+                engine=_PartEngine(layer.engine, kind),
                 sink=(),
             )
             assert parameters is None or isinstance(parameters, nn.ModuleDict)
-            own = parameters[part.kind] if parameters is not None and part.kind in parameters else None
-            out_TGd, loss_T = self._kinds[part.kind].mix(smaller, own)
+            own = parameters[kind] if parameters is not None and kind in parameters else None
+            out_TGd, loss_T = self._kinds[kind].mix(smaller, own)
             outputs.append(out_TGd.unflatten(1, (len(groups), -1)))
             losses += [] if loss_T is None else [loss_T]
             order += groups
@@ -283,4 +286,3 @@ def _part_model(model: ModelConfig, part: Part) -> ModelConfig:
     groups = len(part.groups)
     sizes = {"heads": groups * (model.heads // model.kv_heads), "kv_heads": groups, "head_dim": model.head_width}
     return model.model_copy(update=sizes)
-

@@ -23,6 +23,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kernels.common.geometry import QueryBlocks
 from moba_train.attention.kernels.common.selection import choose_blocks
+from moba_train.attention.kernels.table import TRITON
 from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.moba_kind import attended_pairs
@@ -33,9 +34,6 @@ from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.gates.grid import block_grid
 from moba_train.mechanisms.gates.pooled_scores import block_masses
 from moba_train.mechanisms.gates.short_blocks import ShortBlocks
-
-_FEWEST_KEYS = 16
-"""Keys of a block for the kernels of `GivenBlocks`; those of `ShortBlocks` take shorter ones."""
 
 
 class IdealAttention(LocalAttention):
@@ -60,7 +58,9 @@ class IdealAttention(LocalAttention):
         assert isinstance(options, IdealAttention.Options)
         self.options = options
         self.full = FullAttention(FullAttention.Options(), head_dim)
-        kind = GivenBlocks if options.block_size >= _FEWEST_KEYS else ShortBlocks
+        # Kernels of short blocks take any sizes that those of MoBA do not.
+        moba = not TRITON.size_problem(head_dim, options.block_size, options.topk - 1)
+        kind = GivenBlocks if moba else ShortBlocks
         self.blocks = kind(options.block_size, options.topk - 1, head_dim, "auto", "attention.oracle")
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> None:

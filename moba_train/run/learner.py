@@ -61,7 +61,7 @@ class Learner:
         self.data_shard = self._engines.data_shard(layout.mesh, layout.strategy)
         self.model.set_engines([self.engine] * shape.layers)
         for steps, options, modules in each_kind(self.model):
-            steps.enter(modules, options, self._dims, layout.mesh)
+            steps.enter(modules, options, self._dims, layout.mesh, stage, self.data_shard)
         set_activations(self.model, layout.activations.layers, self._device)
 
     def accumulate(self, batches: Sequence[Batch], loss_weight: float, step: int) -> StepLosses:

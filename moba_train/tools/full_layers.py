@@ -4,7 +4,7 @@ Each layer is switched alone (as LoZA does): with all others sparse, what the lo
 others full, what it loses when it is sparse. Other candidates are the layers whose probability lies outside the
 selection, those whose heads copy a needle (RTPurbo, arXiv:2605.16928), equal steps, and the last ones, which MoBA's
 authors chose. Each candidate's layers are then measured together, as gains need not add up: layers may do each other's
-work.
+work. Groups of heads may be candidates, too few to fill their layers (`by_group`): as many groups as those layers have.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,6 +30,7 @@ from moba_train.evals.position_wise import (
     SamplesOfOneLength,
     position_wise_loss,
 )
+from moba_train.mechanisms.by_group import ByGroupKind, Part, can_be_part
 from moba_train.mechanisms.probes.gate_probe import GateProbe, GateProbeConfig
 from moba_train.mechanisms.probes.head_reach import Budget, Look, head_reach
 from moba_train.mechanisms.window import WindowKind
@@ -56,6 +57,15 @@ class FullLayersConfig(HiddenNeedles):
         ge=0,
         description="layers, those with the least probability outside, that get a window and the first block instead "
         "of the sparse kind, as many keys together as that attends to",
+    )
+    groups: bool = Field(
+        False,
+        description="also try groups of heads of any layers, as many as `count` layers have: those with the most "
+        "probability outside and, with `by: needle`, those that copy needles; see the kind by_group",
+    )
+    stands_for: dict[str, Any] | None = Field(
+        None,
+        description="`kind` and `options` that other groups have in the recipe, if the sparse kind here stands for it",
     )
     by: Literal["loss", "needle"] = Field(
         "loss",
@@ -106,6 +116,8 @@ class FullLayers(Evaluation[FullLayersConfig]):
             yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}"
         if options.count >= layers:
             yield f"{cls.key}.count: given {options.count}; allowed: fewer than the model's {layers} layers"
+        if options.groups and options.windows:
+            yield f"{cls.key}.groups: given true with windows {options.windows}; allowed: with windows 0"
         if options.by == "needle":
             yield from text_problems(options, setting, cls.key)
 
@@ -133,7 +145,11 @@ class FullLayers(Evaluation[FullLayersConfig]):
             raise DataError(
                 f"{self.key}.count: given {count}; allowed: fewer than the {len(open_layers)} without a window"
             )
-        model = _Switched(own, open_layers, sparse)
+        if self._options.groups and not can_be_part(KINDS[sparse.kind]):
+            raise DataError(
+                f"{self.key}.groups: given true with kind {sparse.kind}; allowed: kinds of {ByGroupKind.name}"
+            )
+        model = _Switched(own, open_layers, sparse, context.model.config.kv_heads)
         ends = {"sparse": model.full_in([]), "full": model.full_in(open_layers)}
         alone = {
             f"only {layer} {how}": model.full_in([layer] if how == "full" else {*open_layers} - {layer})
@@ -158,8 +174,18 @@ class FullLayers(Evaluation[FullLayersConfig]):
         chosen_by = self._candidates(rows)
         together = self._measured(context, {str(layers): model.full_in(layers) for layers in chosen_by.values()})
         found |= {name: together[str(layers)] for name, layers in chosen_by.items()}
-        best = min(chosen_by, key=lambda name: found[name].deciding.trailing)
+        groups_by = self._group_candidates(rows) if self._options.groups else {}
+        found |= self._measured(context, {name: model.full_in_groups(some) for name, some in groups_by.items()})
+        best = min([*chosen_by, *groups_by], key=lambda name: found[name].deciding.trailing)
         overrides: dict[int, dict[str, Any]] = {}
+        if best in groups_by:
+            every = model.kv_heads
+            chosen_by[best] = [layer for layer, some in groups_by[best].items() if len(some) == every]
+            overrides = {
+                layer: {"kind": ByGroupKind.name, "parts": [self._rest(sparse, some, every)]}
+                for layer, some in groups_by[best].items()
+                if len(some) < every
+            }
         if self._options.windows:
             rest = [layer for layer in open_layers if layer not in chosen_by[best]]
             rest.sort(key=lambda layer: _mean(groups[layer], "outside_window"))
@@ -171,7 +197,7 @@ class FullLayers(Evaluation[FullLayersConfig]):
             )
             found |= self._measured(context, {"windows": layers})
         context.restore_attention()
-        return self._result(context, found, chosen_by, best, rows, overrides)
+        return self._result(context, found, {**chosen_by, **groups_by}, chosen_by[best], best, rows, overrides)
 
     def _candidates(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
         """Layers to compare, by what they are chosen by."""
@@ -193,31 +219,50 @@ class FullLayers(Evaluation[FullLayersConfig]):
         }
         return found | ({"copy": most(lambda row: row["copy"])} if self._questions else {})
 
+    def _group_candidates(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, list[int]]]:
+        """Groups of heads to compare, by layer, by what they are chosen by."""
+
+        def most(key: str) -> dict[int, list[int]]:
+            groups = [(one[key], row["layer"], number) for row in rows for number, one in enumerate(row["groups"])]
+            count = self._options.count * len(rows[0]["groups"])
+            found: dict[int, list[int]] = {}
+            for layer, number in sorted(place for _, *place in sorted(groups, reverse=True)[:count]):
+                found.setdefault(layer, []).append(number)
+            return found
+
+        return {f"groups_{key}": most(key) for key in ("outside", *(["copy"] if self._questions else []))}
+
+    def _rest(self, sparse: LayerAttention, full: Sequence[int], kv_heads: int) -> dict[str, Any]:
+        """The part of a layer, in a recipe, whose groups of heads are not full."""
+        options = sparse.options.model_dump(mode="json", exclude_defaults=True)
+        named = self._options.stands_for or {"kind": sparse.kind, "options": options}
+        return {"groups": [group for group in range(kv_heads) if group not in full], **named}
+
     def _result(
         self,
         context: EvaluationContext,
         found: Mapping[str, "_Losses"],
-        chosen_by: Mapping[str, list[int]],
+        shown_by: Mapping[str, Any],
+        chosen: Sequence[int],
         best: str,
         rows: Sequence[Mapping[str, Any]],
         overrides: Mapping[int, Mapping[str, Any]],
     ) -> EvaluationResult:
-        chosen = chosen_by[best]
-        shown = {"sparse": [], "full": [row["layer"] for row in rows], **chosen_by}
-        shown |= {"windows": chosen} if overrides else {}
+        shown = {"sparse": [], "full": [row["layer"] for row in rows], **shown_by}
+        shown |= {"windows": chosen} if "windows" in found else {}
         candidates = [{"name": name, "layers": layers, **found[name].to_json()} for name, layers in shown.items()]
         plain = [{**row, **_told("gain", row["gain"]), **_told("cost", row["cost"])} for row in rows]
         fragment = yaml_fragment(chosen, best, candidates, plain, overrides)
         losses = {name: found[name].trailing.trailing for name in ("sparse", "full", "last")}
         losses["chosen"] = found[best].trailing.trailing
         message = (
-            f"full_layers {chosen}, by {best}: trailing loss {losses['chosen']:.4f}, "
-            f"last:{len(chosen)} {losses['last']:.4f}"
+            f"full_layers {[*chosen]}, by {best}: trailing loss {losses['chosen']:.4f}, "
+            f"last:{self._options.count} {losses['last']:.4f}"
         )
         data = {
             "attention": context.own,
             "by": self._options.by,
-            "chosen": chosen,
+            "chosen": [*chosen],
             "losses": losses,
             "candidates": candidates,
             "layers": plain,
@@ -286,6 +331,7 @@ class _Switched:
     own: Layers
     switched: Sequence[int]
     sparse: LayerAttention
+    kv_heads: int
 
     def full_in(
         self, chosen: Collection[int], others: Collection[int] = (), other: LayerAttention | None = None
@@ -301,6 +347,16 @@ class _Switched:
             return full if layer in chosen else self.sparse
 
         return tuple(map(attention, range(len(self.own))))
+
+    def full_in_groups(self, chosen: Mapping[int, Sequence[int]]) -> Layers:
+        """Full attention in these groups of heads, by layer, sparse attention in the rest."""
+        found = [*self.full_in([layer for layer, groups in chosen.items() if len(groups) == self.kv_heads])]
+        for layer, groups in chosen.items():
+            if len(groups) < self.kv_heads:
+                rest = tuple(group for group in range(self.kv_heads) if group not in groups)
+                part = Part(kind=self.sparse.kind, groups=rest, options=self.sparse.options)
+                found[layer] = LayerAttention(ByGroupKind.name, ByGroupKind.Options(parts=(part,)))
+        return tuple(found)
 
 
 @dataclass(frozen=True)

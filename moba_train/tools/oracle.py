@@ -19,7 +19,7 @@ from pydantic import Field
 
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.config.attention import LayerAttention
-from moba_train.config.base import MOST_SAMPLES, Length, format_count
+from moba_train.config.base import MOST_SAMPLES, Length, Section, format_count
 from moba_train.config.stages import Stage
 from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import DataError, ForeignFileError
@@ -36,6 +36,7 @@ from moba_train.evals.evaluation import (
 )
 from moba_train.evals.position_wise import PositionWise, PositionWiseLoss, position_wise_loss
 from moba_train.foreign_files import read_foreign_json, working_roots
+from moba_train.mechanisms.by_group import ByGroupKind, Part
 from moba_train.mechanisms.oracle import IdealAttention
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.options import HiddenNeedles, NeedleConfig
@@ -71,6 +72,10 @@ class OracleConfig(HiddenNeedles):
         description="evaluation.json of this evaluation on weights trained with full attention; null: the error of the "
         "weights is not known",
     )
+
+    def named_files(self) -> list[str]:
+        """The other weights' result."""
+        return [self.dense] if self.dense is not None else []
 
 
 def label_of(budget: Budget) -> str:
@@ -180,13 +185,16 @@ class Oracle(Evaluation[OracleConfig]):
             sparse = set(range(len(own)))
         else:
             sparse = {n for n, layer in enumerate(own) if layer.kind != "full" and full_attention(layer) != layer}
-        selecting = next((layer for layer in own if layer.kind not in ("full", "moba", "window")), None)
+        parts = [part for layer in own for part in (_parts(layer) or [layer])]
+        selecting = next((part for part in parts if part.kind not in ("full", "moba", "window")), None)
         sizes = None if selecting is None else selecting.options.model_dump()
         moba = next((layer.options for layer in own if layer.kind == "moba"), MobaAttention.Options())
 
         def in_sparse(kind: str, options: Any) -> Layers:
-            full = map(full_attention, own)
-            return tuple(LayerAttention(kind, options) if n in sparse else layer for n, layer in enumerate(full))
+            return tuple(
+                _selecting(layer, kind, options) if n in sparse else full_attention(layer)
+                for n, layer in enumerate(own)
+            )
 
         found = {"full": with_full(own)["full"], name_of(own): own}
         for budget in self._options.budgets:
@@ -196,6 +204,21 @@ class Oracle(Evaluation[OracleConfig]):
             elif budget.block_size > 1:
                 found[f"gate {label_of(budget)}"] = in_sparse("moba", moba.model_copy(update=budget.model_dump()))
         return found
+
+
+def _parts(layer: LayerAttention) -> tuple[Part, ...]:
+    """The parts of a layer whose groups of heads differ."""
+    return layer.options.parts if isinstance(layer.options, ByGroupKind.Options) else ()
+
+
+def _selecting(layer: LayerAttention, kind: str, options: Section) -> LayerAttention:
+    """The layer with another selection; groups of heads that are full or have a window stay so."""
+    if not _parts(layer):
+        return LayerAttention(kind, options)
+    stays = [part for part in _parts(layer) if part.kind in ("full", "window")]
+    rest = sorted(group for part in _parts(layer) if part not in stays for group in part.groups)
+    parts = (*stays, *([Part(kind=kind, groups=tuple(rest), options=options)] if rest else []))
+    return LayerAttention(ByGroupKind.name, ByGroupKind.Options(parts=parts))
 
 
 def needle_options(options: OracleConfig) -> NeedleConfig:

@@ -2,9 +2,7 @@
 
 import ctypes
 import gc
-import os
-import subprocess
-import sys
+import runpy
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -116,14 +114,10 @@ def test_the_switch_turns_repetition_off_and_changes_no_bit(add: AddKernel, monk
     assert (asked, add.asked - asked) == (8, 16)
 
 
-def test_the_switch_is_an_environment_variable() -> None:
-    program = "from moba_train.attention.kernels.common.launch import REPLAY; print(REPLAY)"
-    for value, said in (("0", "False"), ("1", "True")):
-        environment = os.environ | {"MOBA_TRAIN_REPLAY": value}
-        found = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-        )
-        assert found.stdout.strip() == said
+@pytest.mark.parametrize(("value", "read"), [("0", False), ("1", True)])
+def test_the_switch_is_an_environment_variable(value: str, read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOBA_TRAIN_REPLAY", value)
+    assert runpy.run_path(launches.__file__)["REPLAY"] is read
 
 
 def test_shapes_options_alignment_and_equal_tensors_have_records_of_their_own(add: AddKernel) -> None:

@@ -162,6 +162,20 @@ def test_a_template_that_repeats_no_prompt_is_refused() -> None:
         template.split(parsed(TWO_TURNS))
 
 
+def test_a_thought_where_the_prompt_says_that_there_is_none_is_refused() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}<{{ m.role }}>{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}"
+        "{{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<assistant>"
+        "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}",
+        "<e>",
+    )
+    conversation = parsed([user("Cold?"), assistant("Yes.", thinking="four")])
+    assert "<think>four</think>Yes.<e>" in template.split(conversation).samples[0][-1].text
+    conversation = conversation._replace(variables={"enable_thinking": False})
+    with pytest.raises(ValueError, match="with enable_thinking: false leave its thinking out"):
+        template.split(conversation)
+
+
 CHATML = BUILT_IN["chatml"][0].replace("<|im_end|>", "<e>")
 
 

@@ -1,5 +1,6 @@
 """Groups of heads with different kinds in one layer: what each kind gives on its own, ranks, documents, decoding."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.attention.kind_checks import (
     results,
     run_layer,
 )
+from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
@@ -61,10 +63,10 @@ def apart(layer: Layer) -> list[Tensor]:
 @each
 def test_each_part_is_its_kind_on_a_smaller_layer(options: dict[str, Any]) -> None:
     layer = make_layer("by_group", options, LENGTHS, model=WIDE)
-    for got, want in zip(results(layer), results(layer, apart), strict=True):
-        pairs = zip(got.values(), want.values(), strict=True) if isinstance(got, dict) else zip(got, want, strict=True)  # type: ignore[union-attr]
-        for mine, other in pairs:
-            torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    pairs = (results(layer), results(layer, apart))
+    got, want = ([*outputs, *gradients, *parameters.values()] for outputs, gradients, parameters in pairs)
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
 
 @each
@@ -81,6 +83,39 @@ def test_documents_are_independent(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", ["moba and full", "msa and a window"])
 def test_new_tokens_are_decoded_as_trained(case: str) -> None:
     assert_decodes_like_training("by_group", CASES[case], prompts=(13, 5), steps=4)
+
+
+def grouped(run: Run) -> Run:
+    """The gates of one group of heads warm up; then this group selects, and all learns from full attention."""
+    part = {"groups": [1], "kind": "msa", "options": {"block_size": 8, "topk": 3}}
+    run.recipe["attention"] = {"default": "by_group", "full_layers": "none", "by_group": {"parts": [part]}}
+    stage = {"seq_len": 128, "lr": 0.01}
+    warm_up = {"tokens": 3 * 512, "attention": {"by_group": {"mode": "warmup"}}, "trainable": ["*.attention.*msa.*"]}
+    run.recipe["stages"] = [
+        {"name": "warmup", **stage, **warm_up},
+        {"name": "sparse", **stage, "tokens": 3 * 512, "distill": {}},
+    ]
+    run.recipe["checkpoint"] = {"every": 3, "keep_last": 9}
+    return run
+
+
+def test_both_stages_resume_bitwise_and_the_warm_up_trains_the_gates_alone(
+    run: Run, tmp_path: Path, corpora: Path
+) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = grouped(Run(tmp_path / "whole", corpora))
+    assert whole.train_here() == 0
+    grouped(run)
+    for stop in (["--stop-at-step", "1"], ["--stop-at-step", "4"], []):
+        assert run.train_here(*stop) == 0
+    assert run.losses() == whole.losses()
+    assert_same_tensors(run.newest_checkpoint, whole.newest_checkpoint)
+    first, last = (checkpoint_tensors(whole.run_dir / "checkpoints" / f"step_{step:08d}") for step in (3, 6))
+    fresh = checkpoint_tensors(run.run_dir / "checkpoints" / "step_00000001")
+    changed = {name for name in fresh if name.startswith("model.") and not torch.equal(fresh[name], first[name])}
+    assert changed
+    assert all(".attention.by_group.msa." in name for name in changed)
+    assert not torch.equal(first["model.embedding.weight"], last["model.embedding.weight"])
 
 
 def test_costs_are_those_of_the_parts() -> None:
@@ -117,6 +152,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     assert problems([SPARSE | {"groups": [2]}]) == [
         "parts: given group 2 in layer 3; allowed: 0 to 1, the key/value heads"
     ]
-    assert problems([SPARSE | {"groups": [1]}], tp=2) == ["parts: given in layer 3 with parallel.tp 2; allowed: with tp 1"]
+    assert problems([SPARSE | {"groups": [1]}], tp=2) == [
+        "parts: given in layer 3 with parallel.tp 2; allowed: with tp 1"
+    ]
     long = [{"kind": "moba", "groups": [1], "options": {"block_size": 128, "topk": 3}}]
     assert problems(long)[0].startswith("parts (moba): block_size: given 128 in layer 3")

@@ -86,7 +86,7 @@ def test_no_token_is_dropped_where_all_choose_the_same_experts() -> None:
     layer.bias[:ACTIVE] = 10
     x = drawn(50, HIDDEN, dtype=torch.float64)
     scores = router.scores(layer.router(x, layer.router.weight), layer.options.router)
-    experts_Tk, _, ends_E, _ = router.choose(scores, layer.bias, layer.balance.handle)
+    experts_Tk, _, ends_E, *_ = router.choose(scores, layer.bias, layer.balance.handle)
     assert sorted(experts_Tk.unique().tolist()) == list(range(ACTIVE))
     assert ends_E.tolist() == [50, 100] + [150] * (EXPERTS - 2)
     torch.testing.assert_close(layer(x)[0], token_by_token(layer, x))
@@ -118,6 +118,31 @@ def test_the_auxiliary_loss_is_its_formula_over_the_tokens_that_carry_loss() -> 
     everywhere, _ = counted(mixture(options(router={"counted": "all"}), torch.float64), x, rows)
     assert everywhere is not None
     assert everywhere[-1] == 30
+
+
+def test_the_auxiliary_loss_of_a_token_takes_the_load_of_its_sequence() -> None:
+    """Rows of three sequences, in no order, as a rank of context parallelism has them; one has no counted token."""
+    layer = mixture(options(router={"aux_loss": 0.5}), torch.float64)
+    x = drawn(30, HIDDEN, dtype=torch.float64)
+    sequence = torch.arange(30) % 3
+    rows = [row for row in range(0, 30, 2) if row % 3]
+    whole, _ = counted(layer, x, rows)
+    layer.balance = Balance(layer.options, sequences=3)
+    layer.balance.sequence_T = sequence
+    counts, auxiliary = counted(layer, x, rows)
+    assert counts is not None
+    assert whole is not None
+    assert auxiliary is not None
+    assert torch.equal(counts, whole), "metrics and biases take them together"
+    p = (x @ layer.router.weight.T).softmax(1)
+    chosen = p.topk(ACTIVE, dim=1).indices
+    want = torch.zeros(30, dtype=torch.float64)
+    for own in (1, 2):
+        of = [row for row in rows if sequence[row] == own]
+        load = torch.stack([(chosen[of] == expert).sum() for expert in range(EXPERTS)])
+        of_sequence = sequence == own
+        want[of_sequence] = 0.5 * EXPERTS * (p[of_sequence] * (load / load.sum())).sum(1)
+    torch.testing.assert_close(auxiliary, want.float())
 
 
 def test_an_evaluation_counts_nothing() -> None:

@@ -31,6 +31,10 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "full_layers": "last:1",
     },
     "the ideal selection": {"default": "oracle", "oracle": {"block_size": 16, "topk": 2}},
+    "groups of heads": {
+        "default": "by_group",
+        "by_group": {"parts": [{"groups": [0], "kind": "msa", "options": {"block_size": 64, "topk": 1}}]},
+    },
 }
 
 

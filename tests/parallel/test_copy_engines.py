@@ -150,10 +150,12 @@ def add_up(rank: int, ranks: int, folder: Path, dtype: torch.dtype) -> None:
     cpu = torch.device("cpu")
     minute = timedelta(minutes=1)
     ways: list[ExchangedGradients] = [
-        CopyEngineReduceScatter(group, cpu, dtype, minute, files, BUFFER, compiled=False),
-        CopyEngineReduceScatter(group, cpu, dtype, minute, files, BUFFER, compiled=True),
-        AllToAllReduceScatter(group, dtype, compiled=False),
-        AllToAllReduceScatter(group, dtype, compiled=True),
+        way
+        for compiled in (False, *[True] * (dtype == torch.bfloat16))  # seconds for each rank
+        for way in (
+            CopyEngineReduceScatter(group, cpu, dtype, minute, files, BUFFER, compiled=compiled),
+            AllToAllReduceScatter(group, dtype, compiled=compiled),
+        )
     ]
     for reduce_scatter in ways:
         for length in (50, 7):

@@ -164,12 +164,12 @@ def worker(cases: list[Case], output: str) -> None:
             sizes = mesh_sizes(stage.parallel, world.size)
             dims = ParallelDims(sizes, world, stage.parallel.ep)
             model = sharded_of(config, dims)
+            shard = shard_of(config, stage, dims)
             for steps, section, modules in each_kind(model):
-                steps.enter(modules, section, dims, sizes)
+                steps.enter(modules, section, dims, sizes, stage, shard)
             set_activations(model, kept_by(options), world.device)
             if options.get("compiled_loss"):
                 model.chunk_loss = CompiledChunkLoss(backend="aot_eager")
-            shard = shard_of(config, stage, dims)
             if shard.engine is not None:
                 model.set_engines([shard.engine] * config.model.layers)
             sharded = sizes.dp_replicate * sizes.dp_shard * sizes.cp > 1

@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.train import main
 from tests.forked import forked
 from tests.run.tiny_run import Run, assert_same_tensors
-from tests.run.trainer_ranks import Ranks
+from tests.run.trainer_ranks import Ranks, run_training, train_traced
 
 
 def test_stopping_and_resuming_is_bitwise_equal_to_never_stopping(run: Run, ranks: Ranks, finished_run: Run) -> None:
@@ -83,24 +84,37 @@ def test_recomputed_activations_do_not_change_the_loss(run: Run, ranks: Ranks, f
 
 def train_within_the_recompile_limit(recipe: str) -> int:
     """Fails where torch would give up compiling the same code again and only warn."""
-    torch._dynamo.reset()  # runs before in this process count too
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        return main([recipe])
+        return train_traced(recipe)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-def test_compiled_blocks_do_not_change_the_loss_and_are_compiled_once_a_kind(run: Run, ranks: Ranks) -> None:
-    """More blocks than torch compiles the same code for, of both kinds in one stage."""
-    run.recipe["compile"] = True
-    run.recipe["model"]["layers"] = 10
+def assert_equal_uncompiled(run: Run, ranks: Ranks, train: Callable[..., int]) -> None:
+    """The second stage, by `train` with compiled blocks and without."""
     run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": 1024}]
-    ranks.work(train_within_the_recompile_limit, [str(run.write_recipe())], 1)
+    run.recipe["compile"] = True
+    ranks.work(train, [str(run.write_recipe())], 1)
     compiled = run.losses()
     shutil.rmtree(run.run_dir)
     run.recipe["compile"] = False
     ranks.train(run, 1)
     assert compiled == pytest.approx(run.losses(), rel=1e-4)
+
+
+def test_blocks_are_compiled_once_a_kind(run: Run, ranks: Ranks) -> None:
+    """More blocks than torch compiles the same code for, of both kinds in one stage, with gradients and without."""
+    run.recipe["model"]["layers"] = 10
+    assert_equal_uncompiled(run, ranks, train_within_the_recompile_limit)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled_blocks_do_not_change_the_loss(run: Run, ranks: Ranks) -> None:
+    """By the code of the C++ compiler, which takes ten seconds for each pass of a kind where nothing is cached: one
+    block, without the validation's pass. Attention is an operator, the same code in all kinds."""
+    run.recipe["model"]["layers"] = 1
+    run.recipe["attention"]["full_layers"] = "none"
+    del run.recipe["data"]["validation"]
+    assert_equal_uncompiled(run, ranks, run_training)
 
 
 def test_training_learns_and_evaluates(finished_run: Run) -> None:

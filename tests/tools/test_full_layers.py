@@ -1,6 +1,7 @@
 """The evaluation `full_layers` switches layers one by one, chooses by loss, and writes what a recipe takes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError
 from moba_train.evals.evaluation import EvaluationResult
+from moba_train.evals.position_wise import PositionWiseLoss
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World, joined_world
@@ -124,6 +126,49 @@ def test_layers_that_look_least_far_get_a_window_where_it_is_asked_for(texts: Pa
     assert windows["trailing"] != data["losses"]["chosen"]
     kept = {"attention": config.attention.model_dump(mode="json") | fragment}
     check(RunConfig.model_validate(config.model_dump(mode="json") | kept))
+
+
+@pytest.mark.parametrize("stands_for", [None, {"kind": "msa", "options": {"block_size": 8}}])
+def test_groups_of_heads_may_be_full_instead_of_layers(
+    texts: Path, stands_for: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = asking(texts, groups=True, stands_for=stands_for)
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    evaluation = built(FullLayers, config)
+    here = context(config, model)
+    monkeypatch.setattr(evaluation, "_group_candidates", lambda rows: {"groups_outside": {0: [1], 2: [0]}})
+    monkeypatch.setattr(evaluation, "_candidates", lambda rows: {"last": [2]})
+    measured = evaluation._measured
+    seen: dict[str, Any] = {}
+
+    def best_by_groups(context: Any, attentions: Any) -> Any:
+        seen.update(attentions)
+        found = measured(context, attentions)
+        return {
+            name: replace(one, trailing=PositionWiseLoss(64, one.trailing.losses - 9)) if "groups" in name else one
+            for name, one in found.items()
+        }
+
+    monkeypatch.setattr(evaluation, "_measured", best_by_groups)
+    data = evaluation.run(here).data
+    assert [layer.kind for layer in seen["groups_outside"]] == ["by_group", "moba", "by_group"]
+    fragment = yaml.safe_load("\n".join(data["yaml"]))["attention"]
+    assert fragment["full_layers"] == data["chosen"] == []
+    (part,) = fragment["overrides"][0]["parts"]
+    assert part["groups"] == [0]
+    assert part["kind"] == ("moba" if stands_for is None else "msa")
+    kept = {"attention": config.attention.model_dump(mode="json") | fragment}
+    check(RunConfig.model_validate(config.model_dump(mode="json") | kept))
+    (candidate,) = (one for one in data["candidates"] if one["name"] == "groups_outside")
+    assert candidate["layers"] == {0: [1], 2: [0]}
+
+
+def test_the_groups_that_look_farthest_are_as_many_as_the_layers_have(texts: Path) -> None:
+    evaluation = built(FullLayers, asking(texts, groups=True))
+    outside = {0: (0.1, 0.9), 2: (0.8, 0.7)}
+    rows = [{"layer": layer, "groups": [{"outside": one} for one in values]} for layer, values in outside.items()]
+    assert evaluation._group_candidates(rows) == {"groups_outside": {0: [1], 2: [0]}}
 
 
 def test_heads_are_measured_behind_the_windows_that_the_model_keeps(texts: Path) -> None:

@@ -93,6 +93,18 @@ def test_layers_that_are_full_stay_full(texts: Path) -> None:
     }
 
 
+def test_groups_of_heads_that_are_full_stay_full(texts: Path) -> None:
+    given = asking(texts, budgets=[{"block_size": 16, "topk": 3}]).model_dump(mode="json")
+    part = {"groups": [1], "kind": "msa", "options": {"block_size": 16, "topk": 3}}
+    given["attention"] = {"default": "by_group", "by_group": {"parts": [part]}, "overrides": {2: {"kind": "full"}}}
+    config = RunConfig.model_validate(given)
+    attentions = built(Oracle, config)._attentions(context(config, Transformer(config.model)))
+    own, ideal = attentions["gate 16/3"], attentions["oracle 16/3"]
+    assert [layer.kind for layer in own] == [layer.kind for layer in ideal] == ["by_group", "by_group", "full"]
+    (ours,), (theirs,) = (layers[0].options.parts for layers in (own, ideal))  # type: ignore[attr-defined]
+    assert (ours.kind, theirs.kind, theirs.groups) == ("msa", "oracle", (1,))
+
+
 def test_a_model_whose_layers_are_all_full_is_made_sparse_in_all(texts: Path) -> None:
     config = asking(texts)
     both = context(config, Transformer(config.model))

@@ -56,7 +56,7 @@ class MixtureOfExperts(RegisteredFeedForward):
         router = self.options.router
         logits_TE = self.router(x_TD, _summed(self.router.weight))
         scores_TE = scores(logits_TE, router)
-        experts_Tk, order_n, ends_E, load_E = choose(scores_TE.detach(), self.bias, self.balance.handle)
+        experts_Tk, order_n, ends_E, load_SE, sequence_T = choose(scores_TE.detach(), self.bias, self.balance.handle)
         places_n = torch.empty_like(order_n)
         places_n.scatter_(0, order_n, torch.arange(len(order_n), device=order_n.device))
         places_Tk = places_n.view_as(experts_Tk)
@@ -68,7 +68,7 @@ class MixtureOfExperts(RegisteredFeedForward):
         else:
             y_nD, found = at_their_experts(rows_nD, ends_E, self.experts, self.ep_group, lambda: self._shared(x_TD))
         update_TD = combine(y_nD, token_weights(scores_TE, experts_Tk, router), places_Tk)
-        auxiliary_T = auxiliary_loss(logits_TE, scores_TE, load_E, router)
+        auxiliary_T = auxiliary_loss(logits_TE, scores_TE, load_SE, sequence_T, router)
         if auxiliary_T is not None and self.tp > 1:
             auxiliary_T = auxiliary_T.chunk(self.tp)[self.tp_rank]
         return update_TD if found is None else update_TD + found, auxiliary_T

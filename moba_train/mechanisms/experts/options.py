@@ -32,9 +32,9 @@ class RouterOptions(Section):
     aux_loss: float = Field(0.001, gt=0, le=100, description="coefficient of the auxiliary loss, which is 1 in balance")
     aux_loss_over: Literal["sequence", "batch"] = Field(
         "sequence",
-        description="tokens whose load the auxiliary loss takes; sequence: of one micro-batch of a data-parallel rank "
-        "(one sequence if micro_batch_size is 1), the same on any layout; batch: of the micro-batches that all ranks "
-        "compute at the same time",
+        description="tokens whose load the auxiliary loss of a token takes; sequence: those of its sequence, with all "
+        "documents that are packed into it, on any layout; batch: those of the micro-batches that all ranks compute at "
+        "the same time",
     )
     bias_update: float = Field(0.001, gt=0, le=1, description="change of each expert's bias after a step")
     z_loss: float = Field(

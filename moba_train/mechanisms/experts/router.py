@@ -3,7 +3,7 @@
 The choice is one operator, which activation checkpointing keeps (`ALWAYS_SAVED`): a recomputed forward pass could
 choose otherwise at near-ties, would count twice, and would repeat the sum over ranks.
 
-Shape suffixes: T tokens, D hidden size, E experts, k experts of a token, n = T k choices.
+Shape suffixes: T tokens, D hidden size, E experts, k experts of a token, n = T k choices, S sequences.
 """
 
 import torch
@@ -45,11 +45,16 @@ def token_weights(scores_TE: Tensor, experts_Tk: Tensor, options: RouterOptions)
     return weights_Tk * options.scale
 
 
-def auxiliary_loss(logits_TE: Tensor, scores_TE: Tensor, load_E: Tensor, options: RouterOptions) -> Tensor | None:
-    """Auxiliary loss of each token, float32 [T]; None where the options have none. load: f_e of balance.py."""
+def auxiliary_loss(
+    logits_TE: Tensor, scores_TE: Tensor, load_SE: Tensor, sequence_T: Tensor, options: RouterOptions
+) -> Tensor | None:
+    """Auxiliary loss of each token, float32 [T]; None where the options have none. load: f_e of balance.py in each
+    sequence; sequence: that of each token."""
     losses = []
     if options.has_loss:
-        losses.append(options.aux_loss * len(load_E) * (normalized(scores_TE, options) @ load_E.to(scores_TE.dtype)))
+        of_all_TS = normalized(scores_TE, options) @ load_SE.to(scores_TE.dtype).T
+        own_T = of_all_TS.gather(1, sequence_T[:, None]).squeeze(1)
+        losses.append(options.aux_loss * load_SE.shape[1] * own_T)
     if options.z_loss:
         losses.append(options.z_loss * logits_TE.logsumexp(1).square())
     return sum(losses[1:], start=losses[0]).float() if losses else None
@@ -60,9 +65,10 @@ def normalized(scores_TE: Tensor, options: RouterOptions) -> Tensor:
     return scores_TE if options.score == "softmax" else scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=1e-20)
 
 
-def _choose(scores_TE: Tensor, bias_E: Tensor, balance: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _choose(scores_TE: Tensor, bias_E: Tensor, balance: str) -> tuple[Tensor, ...]:
     """Experts of each token int64 [T, k], best first; the choices sorted by expert, int64 [n]; where those of each
-    expert end, int32 [E]; and f_e of balance.py, float32 [E]. `balance`: handle of a `Balance`."""
+    expert end, int32 [E]; f_e of balance.py, float32 [S, E]; and the sequence of each token, int64 [T]. `balance`:
+    handle of a `Balance`."""
     found: Balance = by_handle(balance)
     options = found.options
     router = options.router
@@ -71,10 +77,13 @@ def _choose(scores_TE: Tensor, bias_E: Tensor, balance: str) -> tuple[Tensor, Te
         preferred_TE = _in_best_groups(preferred_TE, router.groups, router.active_groups, router.score)
     experts_Tk = preferred_TE.topk(options.active, dim=1).indices
     sorted_n, order_n = experts_Tk.flatten().sort(stable=True)
-    experts_E = torch.arange(options.experts, device=sorted_n.device)
-    ends_E = torch.searchsorted(sorted_n, experts_E, right=True)
-    load_E = found.note(bias_E.data_ptr(), normalized(scores_TE, router), order_n, ends_E)
-    return experts_Tk, order_n, ends_E.int(), load_E
+    ends_E = torch.searchsorted(sorted_n, torch.arange(options.experts, device=sorted_n.device), right=True)
+    return (
+        experts_Tk,
+        order_n,
+        ends_E.int(),
+        *found.note(bias_E.data_ptr(), normalized(scores_TE, router), sorted_n, order_n),
+    )
 
 
 def _in_best_groups(preferred_TE: Tensor, groups: int, active: int, score: str) -> Tensor:
@@ -91,18 +100,19 @@ choose = torch.library.custom_op(
     "moba_train::choose_experts",
     _choose,
     mutates_args=(),
-    schema="(Tensor scores, Tensor bias, str balance) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor scores, Tensor bias, str balance) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 """`_choose` as an operator; no result is differentiable."""
 
 
 @choose.register_fake
-def _(scores_TE: Tensor, bias_E: Tensor, balance: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    active = by_handle(balance).options.active
+def _(scores_TE: Tensor, bias_E: Tensor, balance: str) -> tuple[Tensor, ...]:
+    found: Balance = by_handle(balance)
     tokens, experts = scores_TE.shape
-    choices = scores_TE.new_empty(tokens, active, dtype=torch.int64)
+    choices = scores_TE.new_empty(tokens, found.options.active, dtype=torch.int64)
     ends = scores_TE.new_empty(experts, dtype=torch.int32)
-    return choices, choices.new_empty(tokens * active), ends, ends.new_empty(experts, dtype=torch.float32)
+    load = scores_TE.new_empty(found.sequences, experts, dtype=torch.float32)
+    return choices, choices.new_empty(choices.numel()), ends, load, choices.new_empty(tokens)
 
 
 ALWAYS_SAVED.add(torch.ops.moba_train.choose_experts.default)

@@ -13,19 +13,27 @@ from torch import Tensor
 
 from moba_train.config.layers import layer_ids
 from moba_train.config.mesh import MeshSizes
+from moba_train.config.stages import Stage
 from moba_train.mechanisms.experts.balance import Balance
 from moba_train.mechanisms.experts.options import MoeOptions
 from moba_train.mechanisms.experts.parallel import counting_groups
+from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.dims import ParallelDims
 
 Modules = Mapping[int, Any]
 """The `MixtureOfExperts` of this rank by layer. Unnamed here, as it names this module."""
 
 
-def enter(modules: Modules, options: MoeOptions, dims: ParallelDims, sizes: MeshSizes) -> None:
-    """Begin a stage of these sizes."""
-    stage = dims.for_stage(sizes)
-    balance = Balance(options, counting_groups(options, dims, stage), sizes.tp, stage.tp_rank)
+def enter(
+    modules: Modules, options: MoeOptions, dims: ParallelDims, sizes: MeshSizes, stage: Stage, shard: DataShard
+) -> None:
+    """Begin a stage of these sizes, of whose batches this rank has `shard`."""
+    place = dims.for_stage(sizes)
+    balance = Balance(options, counting_groups(options, dims, place), sizes.tp, place.tp_rank, stage.micro_batch_size)
+    sequence_T = torch.arange(stage.micro_batch_size).repeat_interleave(stage.seq_len)
+    if shard.engine is not None:
+        sequence_T = shard.engine.sequence(len(sequence_T)).shard(sequence_T, shard.engine.rank)
+    balance.sequence_T = sequence_T.to(dims.world.device)
     for module in modules.values():
         module.balance = balance
 

@@ -151,7 +151,9 @@ class LayerProbe(StatisticsObserver):
 
     def attended(self, call: AttentionCall, out_THD: Tensor, lse_HT: Tensor) -> None:
         """Looks at the blocks that the attention's gate selects, or those that the kind gives it."""
-        if not call.has_all_keys:
+        if call.q_THD.shape[1] < len(self.found.distances):
+            pass  # a part of the layer's heads (by_group), as if nothing were seen
+        elif not call.has_all_keys:
             self._add(_statistics(call, self.tokens, self._data_shard))
         elif call.selected_HTC is not None:
             self._add(given_statistics(call, self.tokens, self._data_shard))

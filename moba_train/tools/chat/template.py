@@ -336,6 +336,9 @@ class ChatTemplate:
         prompt = self.render(messages[:index], True, tools, variables)
         text = self.render(messages[: index + 1], False, tools, variables)
         if not text.startswith(prompt):
+            thoughts = [key for key in THOUGHTS if messages[index].get(key)]
+            if thoughts and (variables or {}).get("enable_thinking") is False:
+                raise ValueError(f"{_differs(index)}; with enable_thinking: false leave its {thoughts[0]} out")
             raise ValueError(_differs(index))
         end = text.find(self.definition.end_of_turn, len(prompt))
         if end < 0:

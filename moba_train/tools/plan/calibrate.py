@@ -357,9 +357,9 @@ class Calibration:
 
 
 def _modes(kind: str) -> Sequence[Options]:
-    """Options for each mode of a kind that has several."""
+    """Options for each mode of a kind that is always in one of several."""
     mode = KINDS[kind].Options.model_fields.get("mode")
-    return [{"mode": value} for value in get_args(mode.annotation)] if mode else [{}]
+    return [{"mode": value} for value in get_args(mode.annotation)] if mode and mode.default is not None else [{}]
 
 
 def _reason(error: Exception) -> str:

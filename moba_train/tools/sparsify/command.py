@@ -61,7 +61,8 @@ def sparsify(
     tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="default: the model's")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks of each run, on this machine")] = 1,
     jobs: Annotated[
-        int, typer.Option(min=1, help="steps at a time, such as runs of other seeds, each on --gpus GPUs of its own")
+        int,
+        typer.Option(min=1, help="steps that run at the same time, such as other arms and seeds; each has --gpus GPUs"),
     ] = 1,
     output: Annotated[Path, typer.Option(help="folder of recipes, runs, evaluations, report and model")] = Path(
         "runs/sparsify"

@@ -44,8 +44,8 @@ def write_page(request: Request, output: Path, done: Sequence[Step]) -> Path:
         styles=(assets / "report.css").read_text(encoding="utf-8"),
         title=f"{Path(request.model).name}, made sparse",
         request=recipes.told(request),
-        verdict=_verdict(found),
-        tables=_tables(found, request),
+        verdict=verdict(found),
+        tables=tables(found),
         fragment="\n".join(found["calibration"]["yaml"]),
         use=_use(request, output, exported),
         commands=[step.command for step in done],
@@ -109,7 +109,7 @@ def _cell(rows: Sequence[Mapping[str, Any]], key: str, show: Callable[[float], s
     return show(mean) + (f" ± {show(spread)}" if len(rows) > 1 else "")
 
 
-def _verdict(found: dict[str, Any]) -> str:
+def verdict(found: dict[str, Any]) -> str:
     """The comparison with full attention in a sentence; the bar is that of issue and page."""
     arms = found["arms"]
     if "full" not in arms:
@@ -129,7 +129,8 @@ def _verdict(found: dict[str, Any]) -> str:
     )
 
 
-def _tables(found: dict[str, Any], request: Request) -> list[Table]:
+def tables(found: dict[str, Any]) -> list[Table]:
+    """Tables of a summary, in order."""
     arms = found["arms"]
     return [_comparison(arms), _errors(arms), _oracle(found["oracle"]), _candidates(found["calibration"]), _time(found)]
 

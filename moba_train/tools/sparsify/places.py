@@ -1,5 +1,6 @@
 """Places where steps run: this process, or processes side by side that each have GPUs of their own."""
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ class Place(Protocol):
     """Runs one step at a time."""
 
     def start(self, run: Run, words: Sequence[str], log: Path) -> "Future[int]":
-        """Begin `run(words)`; the result is its status. log: for what it prints, unless that has a terminal."""
+        """Begin `run(words)`; the result is its status. log: file for what it prints, if other steps run beside it."""
         ...
 
 
@@ -50,10 +51,10 @@ class Beside:
 def _logged(run: Run, words: Sequence[str], log: Path) -> int:
     make_folder(log.parent)
     file = open_to_change(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for stream in (1, 2):  # also for what torch and its libraries print
-        os.dup2(file, stream)
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True)  # what is waiting goes to the log of the step before
+        os.dup2(file, descriptor)  # also for what torch and its libraries print
     os.close(file)
     return run(words)
 
@@ -66,8 +67,8 @@ def _use(devices: str) -> None:
 
 @contextmanager
 def places(jobs: int, gpus: int) -> Iterator[list[Place]]:
-    """Places for so many steps at a time, of `gpus` GPUs each. Raises UserError when there are too few GPUs; without
-    any, all share the CPU."""
+    """Places for this number of steps at a time, with `gpus` GPUs each; without any GPU, all share the CPU. Raises
+    UserError when there are too few."""
     if jobs == 1:
         yield [Here()]
         return

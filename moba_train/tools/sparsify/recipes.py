@@ -164,8 +164,8 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     sparse_stages = [stage("sparse", rest - warmup, distill={"teacher": teacher, "weight": 0.5})]
     if warmup:
         learns = {
-            "attention": {request.kind: {"mode": "warmup"}},
-            "trainable": [f"*.attention.{request.kind}.*"],
+            "attention": {request.kind: {"mode": "warmup"}, "by_group": {"mode": "warmup"}},
+            "trainable": [f"*.attention.*{request.kind}.*"],  # also in layers of kind by_group
             "batch_tokens": smallest,
         }
         sparse_stages.insert(0, stage("warmup", warmup, **learns | {"lr": _WARMUP_LR}))
@@ -318,7 +318,10 @@ def _evaluation(request: Request, source: Source, size: int, topk: int) -> dict[
     budgets = [own, own | {"select": "head"}]
     asked = {"lengths": sorted({length // 2, length}), "samples": 4}
     few = asked | {"samples": 1, "depths": [10, 50, 90]}  # the ideal selection takes seconds a sequence
-    probe = few | {"lengths": [length], "by": "needle"} | ({"switch": ["sparse"]} if warms_up(request.kind) else {})
+    probe = few | {"lengths": [length], "by": "needle", "groups": False}
+    if warms_up(request.kind):  # the ideal selection, a slow one, stands for it
+        stands_for = {"kind": request.kind, "options": {"block_size": size, "topk": topk}}
+        probe |= {"switch": ["sparse"], "stands_for": stands_for}
     bucket = length // _BUCKETS
     return {
         "position_wise": {"bucket": bucket, "sequences": 8},

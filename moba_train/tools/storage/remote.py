@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -160,10 +160,13 @@ class RemoteFolder:
         return {"size": size, "sha256": digest.hexdigest()}
 
     def delete(self, *names: str) -> None:
-        """Delete files, one after the other."""
+        """Delete files, one after the other, and of a file system the folders that this empties."""
         for name in names:
             with self._told(name):
                 self._store.rm_file(self._path(name))
+                if self.address.startswith("file:"):
+                    with suppress(OSError):  # others are in it
+                        self._store.rmdir(self._path(str(PurePosixPath(name).parent)))
 
     def _blocks(self, name: str) -> Iterator[bytes]:
         with self._told(name), self._store.open(self._path(name), "rb", block_size=_BLOCK_BYTES) as stream:

@@ -1,7 +1,9 @@
 """`moba-train calibrate` measures what a prediction needs, and `moba-train tune` the layouts that it prefers."""
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from moba_train.tools.plan import tune
 from moba_train.tools.plan.calibrate import Calibration, calibrate, node_bandwidth
 from moba_train.tools.plan.rates import read_rates
 from moba_train.tools.plan.render import OWN_LAYOUT
+from tests.forked import run_processes
+from tests.forked_program import run_forked
 from tests.run.tiny_run import Run
 
 NOT_TRAINED = {"infllm"}
@@ -57,12 +61,11 @@ def test_kinds_that_others_do_not_depend_on_are_left_out_when_the_time_is_up() -
 
 def test_an_interrupted_calibration_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind of another package can tune its kernels for longer than a batch system waits."""
-    measure = Calibration._attention_seconds
 
     def interrupted(self: Calibration, layer: LayerAttention, model: ModelConfig, tokens: int) -> tuple[float, float]:
         if layer.kind == "lightning":
             raise KeyboardInterrupt
-        return measure(self, layer, model, tokens)
+        return 0.001, 0.003
 
     monkeypatch.setattr(Calibration, "_attention_seconds", interrupted)
     output = tmp_path / "rates.json"
@@ -75,13 +78,23 @@ def test_an_interrupted_calibration_keeps_what_it_measured(tmp_path: Path, monke
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs no GPU or several")
-def test_the_bandwidth_of_links_is_that_of_a_gather() -> None:
+def test_the_bandwidth_of_links_is_that_of_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.multiprocessing, "spawn", run_processes)
     assert node_bandwidth(1, "gloo", 1 << 20) is None
     found = node_bandwidth(2, "nccl" if torch.cuda.is_available() else "gloo", 1 << 20)
     assert found is not None
     assert 1e6 < found < 1e13
 
 
+@pytest.fixture
+def spared_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, layouts are trained by forks."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(tune, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run_forked}))
+
+
+@pytest.mark.usefixtures("spared_imports")
 def test_layouts_are_trained_and_printed_in_the_measured_order(rates_file: Path, corpora: Path, tmp_path: Path) -> None:
     """On two ranks: data, tensor and pipeline parallelism."""
     recipe = Run(tmp_path, corpora).write_recipe()
@@ -108,6 +121,7 @@ def test_layouts_of_a_machine_without_a_gpu_need_its_rates(corpora: Path, tmp_pa
     assert "this machine has no GPU; `moba-train calibrate` measures its CPU" in done.stderr
 
 
+@pytest.mark.usefixtures("spared_imports")
 def test_a_layout_that_fails_comes_last_with_what_it_said(
     rates_file: Path, corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

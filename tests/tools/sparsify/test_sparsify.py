@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from benchmarks import sparsify_ablations
+from benchmarks import oracle_split, sparsify_ablations, sparsify_tables
 from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
 from moba_train.config.mesh import WorldSize
@@ -108,7 +108,7 @@ def test_the_sparse_arm_keeps_the_calibrated_layers_full_and_distils(made: Path)
     config = load_config(made / "runs" / "sparse-1" / "config.yaml")
     assert config.attention.full_layers == chosen
     warmup, sparse = config.stages
-    assert warmup.trainable == ["*.attention.msa.*"]
+    assert warmup.trainable == ["*.attention.*msa.*"]
     assert sparse.objectives.keys() == {"distill"}
     assert config.model.rope.theta == load_config(made / "runs" / "extend" / "config.yaml").stages[0].rope.theta  # type: ignore[union-attr]
     assert "full attention's numbers" not in (made / "recipes" / "calibrated.yaml").read_text()
@@ -123,13 +123,43 @@ def test_the_report_has_every_table_and_the_commands(made: Path) -> None:
     assert "trust_remote_code=True" in page
 
 
-def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(project: Path, tmp_path: Path) -> None:
+def test_programs_print_the_tables_and_draw_the_split(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call_program(main: Callable[[], None], *given: str) -> tuple[str, list[dict[str, Any]]]:
+        monkeypatch.setattr("sys.argv", ["program", *given, "--output", str(tmp_path / "result.json")])
+        main()
+        results: list[dict[str, Any]] = json.loads((tmp_path / "result.json").read_text())["results"]
+        return capsys.readouterr().out, results
+
+    printed, (summary,) = call_program(sparsify_tables.main, str(made / "summary.json"))
+    assert "is not met, on fewer than three seeds" in printed
+    assert f"| sparse | {summary['arms']['sparse'][0]['trailing']:.4f} | " in printed
+    files = {"before": made / "oracle", "sparse": made / "evaluation" / "sparse-1"}
+    named = [f"{name}={folder / 'evaluation.json'}" for name, folder in files.items()]
+    printed, rows = call_program(oracle_split.main, *named, "--plot", str(tmp_path / "split.svg"))
+    assert [row["model"] for row in rows] == ["before", "before", "sparse"]
+    assert rows[0]["loss"]["weights"] is None
+    errors = json.loads((made / "evaluation" / "sparse-1" / "evaluation.json").read_text())["oracle"]
+    assert rows[2]["loss"] == errors["budgets"][0]["loss"] | {"weights": errors["weights"]["loss"]}
+    assert printed.count("| 16/4 group, first + previous | 64 |") == 2
+    assert "nats above full attention" in (tmp_path / "split.svg").read_text()
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
+    project: Path, tmp_path: Path, group: bool
+) -> None:
     request = Request(
         model="hf", data=["train"], validation=["valid"], length=32_768, budget=4096, tokens=15_000_000, kind="msa"
     )
     (tmp_path / "recipes").mkdir()
     for name, text in recipes.recipes(request, Source.read(project / "hf"), tmp_path).items():
         (tmp_path / "recipes" / name).write_text(text)
+    if group:
+        part = {"groups": [0], "kind": "msa", "options": {"block_size": 128, "topk": 32}}
+        fragment = {"full_layers": [], "overrides": {1: {"kind": "by_group", "parts": [part]}}}
+        (tmp_path / "recipes" / recipes.CALIBRATED).write_text(yaml.safe_dump({"attention": fragment}))
     recipe = tmp_path / "recipes" / "sparse.yaml"
     arms = sparsify_ablations.arms_of(tmp_path)
     assert len(arms) == 15
@@ -137,9 +167,12 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(project:
         config = load_config(recipe, overrides)
         run = resolve(config, WorldSize(1, 1))
         assert sum(stage.tokens for stage in config.stages) == sum(stage.tokens for stage in load_config(recipe).stages)
-        own = next(layer for layer in run.stages[-1].attention if layer.kind != "full")
+        own = next(layer for layer in run.stages[-1].attention if layer.kind not in ("full", "by_group"))
         sizes = own.options.model_dump()
         assert sizes["block_size"] * sizes["topk"] == 4096, name
+        parts = [layer.options.parts[0] for layer in run.stages[-1].attention if layer.kind == "by_group"]  # type: ignore[attr-defined]
+        assert bool(parts) == (group and name not in ("last-layers", "no-full-layers")), name
+        assert [(part.kind, part.options) for part in parts] == [(own.kind, own.options)] * len(parts), name
 
 
 def test_ablations_train_in_the_folder_of_the_command(

@@ -117,6 +117,15 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(
         store.files()
 
 
+def test_a_file_system_keeps_no_folders_that_are_empty(tmp_path: Path) -> None:
+    remote = RemoteFolder(f"file://{tmp_path}")
+    for name in ("step_1/one", "step_1/two", "step_2/one"):
+        remote.write(name, b"")
+    remote.delete("step_1/one", "step_2/one")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    assert list(remote.files()) == ["step_1/two"]
+
+
 def test_secrets_are_taken_out_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a/long+token")
     text = "GET https://host/key?X-Amz-Credential=1&X-Amz-Signature=2 a/long+token 500"
