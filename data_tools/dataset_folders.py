@@ -39,14 +39,15 @@ def saved_files(folder: str, names: Sequence[str]) -> list[str] | None:
     return files
 
 
-def select_split(folder: str, names: Sequence[str], split: str | None) -> list[str]:
+def select_split(folder: str, names: Sequence[str], split: str | None, option: str) -> list[str]:
     """Those of the files `names` in `folder` that belong to `split`; all of them if none is asked for and there are
     not several. Raises DataError when there are several, or not the one that is asked for."""
     saved = {part.name for part in _folders(folder, names) if (part / "state.json").is_file()}
     splits = {name: _split(name, saved) for name in names}
     found = sorted({name for name in splits.values() if name})
     if split is None and len(found) > 1:
-        raise DataError(f"--input {folder} has the splits {', '.join(found)}; give --split, or name files of it")
+        remedy = "give --split, or name files of it" if option == "--input" else "name the files of one"
+        raise DataError(f"{option} {folder} has the splits {', '.join(found)}; {remedy}")
     if split is not None and split not in found:
         raise DataError(f"--split {split}: --input {folder} has {', '.join(found) or 'no splits'}")
     return [name for name in names if split in (None, splits[name])]

@@ -141,6 +141,36 @@ def test_conversations_are_those_of_the_same_json_lines(folder: Path, suffix: st
     assert of_columns[3].line == 4
 
 
+def test_text_in_another_encoding_is_read_to_the_end_though_each_byte_becomes_three(folder: Path) -> None:
+    latin = pyarrow.array([b"\xe9" * 500] * 100, pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), len(latin), latin.buffers())
+    (shard,) = cut_shards([write(folder / "a.arrow", {"text": column})])
+    assert [*read_documents(shard, "text", encoding_errors="replace")] == ["\ufffd".encode() * 500] * 100
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_bytes_are_not_taken_for_text(folder: Path, suffix: str) -> None:
+    """A column of images next to the messages does no harm."""
+    path = write(folder / f"a.{suffix}", {"text": [b"a"], "prompt": [b"q"], "completion": ["a"], "image": [b"\xff"]})
+    (bad,) = read(path)
+    assert str(bad).endswith("column 'text' holds bytes, but text is expected (--text-key)")
+    ((_, bad),) = read_records(path)
+    assert str(bad) == f"{path}:1: 'prompt' must be text, not bytes"
+    path = write(folder / f"b.{suffix}", {"prompt": ["q"], "completion": ["a"], "image": [b"\xff"]})
+    ((_, found),) = read_records(path)
+    assert not isinstance(found, BadRecord)
+
+
+def test_a_bomb_of_nested_values_is_read_no_further(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_files, "EXPANDED_BYTES", 1 << 16)
+    monkeypatch.setattr(input_files, "EXPANDED_RATIO", 1)
+    path = folder / "a.parquet"
+    table = pyarrow.table({"text": [["x" * 40_000] * 100]})
+    parquet.write_table(table, path, use_dictionary=False, compression="zstd")
+    (bad,) = read(str(path))
+    assert "decompresses to more than 65,536 bytes" in str(bad)
+
+
 def test_the_rows_of_a_bomb_of_conversations_are_read_no_further(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_files, "EXPANDED_BYTES", 1 << 16)
     monkeypatch.setattr(input_files, "EXPANDED_RATIO", 1)
