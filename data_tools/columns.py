@@ -59,7 +59,7 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
             for index in range(batch.num_rows):
                 try:
                     yield row + index, _as_json(batch.slice(index, 1).to_pylist()[0])
-                except UnicodeDecodeError as error:
+                except (ValueError, OverflowError) as error:  # text that is not UTF-8, a time beyond Python's
                     yield row + index, BadRecord(path, row + index, str(error))
     except UnreadableRestError as error:
         yield error.line, BadRecord(path, error.line, str(error))

@@ -18,7 +18,8 @@ METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.j
 """Files that describe a data set."""
 SPLITS = frozenset(("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"))
 """Words that name a split, alone in the name of a file or folder."""
-_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?")
+"""Name of a shard; some end in a hash."""
 _WITH_SPLITS = (*COLUMNS, ".jsonl", ".json", ".jsonl.gz", ".jsonl.zst")
 """Suffixes of files whose names may name a split."""
 

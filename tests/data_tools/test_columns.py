@@ -73,6 +73,7 @@ def test_a_saved_data_set_is_read_in_its_order_without_what_is_cached_in_it(fold
     "names",
     [
         ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"],
+        ["data/test-00000-of-00001-5b1a.parquet", "data/train-00000-of-00001-b21d8ab8a1bcd2b6.parquet"],
         ["default/train/0000.parquet", "default/train/0001.parquet", "default/validation/0000.parquet"],
         ["train.jsonl", "test.jsonl", "README.md"],
     ],
@@ -149,13 +150,17 @@ def test_text_in_another_encoding_is_read_to_the_end_though_each_byte_becomes_th
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_bytes_are_not_taken_for_text(folder: Path, suffix: str) -> None:
+def test_bytes_are_not_taken_for_text_and_what_python_cannot_hold_is_a_bad_record(folder: Path, suffix: str) -> None:
     """A column of images next to the messages does no harm."""
     path = write(folder / f"a.{suffix}", {"text": [b"a"], "prompt": [b"q"], "completion": ["a"], "image": [b"\xff"]})
     (bad,) = read(path)
     assert str(bad).endswith("column 'text' holds bytes, but text is expected (--text-key)")
     ((_, bad),) = read_records(path)
     assert str(bad) == f"{path}:1: 'prompt' must be text, not bytes"
+    late = pyarrow.array([2**60], pyarrow.timestamp("us"))
+    path = write(folder / f"c.{suffix}", {"prompt": ["q"], "completion": ["a"], "time": late})
+    ((_, bad),) = read_records(path)
+    assert isinstance(bad, BadRecord)
     path = write(folder / f"b.{suffix}", {"prompt": ["q"], "completion": ["a"], "image": [b"\xff"]})
     ((_, found),) = read_records(path)
     assert not isinstance(found, BadRecord)
