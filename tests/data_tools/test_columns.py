@@ -153,14 +153,14 @@ def test_text_in_another_encoding_is_read_to_the_end_though_each_byte_becomes_th
 def test_bytes_are_not_taken_for_text_and_what_python_cannot_hold_is_a_bad_record(folder: Path, suffix: str) -> None:
     """A column of images next to the messages does no harm."""
     path = write(folder / f"a.{suffix}", {"text": [b"a"], "prompt": [b"q"], "completion": ["a"], "image": [b"\xff"]})
-    (bad,) = read(path)
-    assert str(bad).endswith("column 'text' holds bytes, but text is expected (--text-key)")
-    ((_, bad),) = read_records(path)
-    assert str(bad) == f"{path}:1: 'prompt' must be text, not bytes"
+    (cell,) = read(path)
+    assert str(cell).endswith("column 'text' holds bytes, but text is expected (--text-key)")
+    ((_, found),) = read_records(path)
+    assert str(found) == f"{path}:1: 'prompt' must be text, not bytes"
     late = pyarrow.array([2**60], pyarrow.timestamp("us"))
     path = write(folder / f"c.{suffix}", {"prompt": ["q"], "completion": ["a"], "time": late})
-    ((_, bad),) = read_records(path)
-    assert isinstance(bad, BadRecord)
+    ((_, found),) = read_records(path)
+    assert isinstance(found, BadRecord)
     path = write(folder / f"b.{suffix}", {"prompt": ["q"], "completion": ["a"], "image": [b"\xff"]})
     ((_, found),) = read_records(path)
     assert not isinstance(found, BadRecord)
