@@ -1,7 +1,8 @@
 """Texts as sequences of hashed words, and hashes of runs of them: what documents are compared by.
 
-Words are without case, punctuation and differences of encoding (NFKC), as in GPT-3's comparisons (Brown et al. 2020,
-arXiv:2005.14165, appendix C); a Chinese, Japanese or Korean character is a word. The hashes are equal on every machine.
+Words are without case and punctuation, as in GPT-3's comparisons (Brown et al. 2020, arXiv:2005.14165, appendix C), and
+in one of Unicode's forms (NFKC); a Chinese, Japanese or Korean character is a word. The hashes are equal on every
+machine.
 """
 
 import hashlib

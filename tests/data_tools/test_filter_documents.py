@@ -1,6 +1,7 @@
 """Documents that repeat others, or share text with evaluations: those that go, and what the report says."""
 
 import json
+import os
 import random
 import tracemalloc
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -259,3 +260,15 @@ def test_nothing_that_stays_and_options_that_do_nothing_are_refused(
     (folder / "a.txt").write_bytes(b"\xff")
     result = CliRunner().invoke(app, [*command[:-2], "--duplicates", "1"])
     assert "none of the 1 records can be read" in " ".join(result.output.split())
+
+
+def test_files_whose_names_are_not_utf8_are_named_in_the_report(
+    folder: Path, tokenizer: str, tmp_path: Path, here: list[str]
+) -> None:
+    for name in (b"a\xff.txt", b"b\xff.txt"):
+        (folder / os.fsdecode(name)).write_text(text(0))
+    command = ["tokenize", "-i", str(folder), "-t", tokenizer, "-o", str(tmp_path / "out"), "--duplicates", "1"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    (example,) = json.loads((tmp_path / "out.filter.json").read_bytes())["duplicates"]["examples"]
+    assert example["removed"]["file"] == str(folder / os.fsdecode(b"b\xff.txt"))
