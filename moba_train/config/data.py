@@ -31,15 +31,15 @@ class SourceConfig(Section):
     min_length: Length | None = Field(None, description="only documents of at least this many tokens")
     below_length: Length | None = Field(None, description="only documents of fewer tokens than this")
     upsample: Annotated[
-        list[UpsampleConfig],
-        BeforeValidator(lambda given: given if isinstance(given, list) else [given] * (given is not None)),
-    ] = Field([], description="ranges of long documents that are read more often; the source's weight stays the same")
+        list[UpsampleConfig] | None, BeforeValidator(lambda given: given if isinstance(given, list | None) else [given])
+    ] = Field(None, description="ranges of long documents that are read more often; the source's weight stays the same")
 
     @property
     def length_bins(self) -> list[tuple[int, int | None, float]]:
         """First length, the length that it ends before, and factor of each range of lengths."""
-        begins = [self.min_length or 0, *(step.min_length for step in self.upsample)]
-        factors = [1.0, *(step.factor for step in self.upsample)]
+        steps = self.upsample or []
+        begins = [self.min_length or 0, *(step.min_length for step in steps)]
+        factors = [1.0, *(step.factor for step in steps)]
         return [*zip(begins, [*begins[1:], self.below_length], factors, strict=True)]
 
 

@@ -108,8 +108,9 @@ def test_every_alert_of_the_code_is_told() -> None:
 def test_every_evaluation_is_told_with_its_numbers() -> None:
     for name, evaluation in EVALUATIONS.usable().items():
         numbers = evaluation.numbers | evaluation.numbers_against_full | {evaluation.data_name or name}
-        tasks = {number for number in numbers if number.startswith("ruler_")} - {"ruler_scores"}
-        assert MEASURED[name] == (numbers - tasks) | ({"ruler_TASK"} if tasks else set()), name
+        by_task = name in ("ruler", "longtasks")
+        tasks = {number for number in numbers if by_task and number.startswith(f"{name}_")} - {f"{name}_scores"}
+        assert MEASURED[name] == (numbers - tasks) | ({f"{name}_TASK"} if tasks else set()), name
     assert MEASURED.keys() == EVALUATIONS.usable().keys()
 
 

@@ -48,6 +48,7 @@ def test_a_node_runs_the_launcher_with_its_place_and_ends_with_its_code(checkout
 
 def test_an_interrupt_asks_the_ranks_to_stop_and_waits_for_them(checkout: Path) -> None:
     checkout.write_text(STOPS_IN_ORDER)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
     def interrupt() -> None:
         wait_for(Path("started0"))
@@ -57,6 +58,7 @@ def test_an_interrupt_asks_the_ranks_to_stop_and_waits_for_them(checkout: Path) 
     thread.start()
     assert ray_nodes.run_node({"NODE_RANK": "0"}, ["recipe"]) == 143
     thread.join()
+    signal.signal(signal.SIGINT, before)
     assert Path("stopped0").read_text() == "saved\n"
 
 
