@@ -138,8 +138,8 @@ def _arrow_batches(path: str, stream: BinaryIO, start: int, stop: int, column: s
                 batch = batch.select([column]) if column else batch
                 for values in batch.columns:
                     # Text that is not UTF-8 is a matter of its row; wrong offsets would lead out of the file.
-                    kind = _AS_BYTES.get(values.type)
-                    (values.cast(kind) if kind else values).validate(full=True)
+                    as_bytes = _AS_BYTES.get(values.type)
+                    (values.cast(as_bytes) if as_bytes else values).validate(full=True)
                 for first in range(0, batch.num_rows, _BATCH_ROWS):
                     yield row + first, batch.slice(first, _BATCH_ROWS), size
             row += batch.num_rows

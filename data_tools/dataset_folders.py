@@ -31,8 +31,9 @@ def saved_files(folder: str, names: Sequence[str]) -> list[str] | None:
         return None
     state = read_foreign_json(Path(folder, "state.json"))
     listed = state.get("_data_files") if isinstance(state, dict) else None
-    files = [file.get("filename") if isinstance(file, dict) else None for file in listed or ()]
-    if not all(isinstance(file, str) for file in files) or (isinstance(state, dict) and state.get("_indices_files")):
+    given = [file.get("filename") if isinstance(file, dict) else None for file in listed or ()]
+    files = [file for file in given if isinstance(file, str)]
+    if len(files) < len(given) or (isinstance(state, dict) and state.get("_indices_files")):
         raise DataError(f"{folder}/state.json lists no files that can be read; write the data set again (save_to_disk)")
     if missing := sorted(set(files) - set(names)):
         raise DataError(f"{folder}/{missing[0]} is missing, which state.json lists; copy the data set again")

@@ -32,7 +32,7 @@ class ForkedProgram:
     `errors` if there is one.
     """
 
-    def __init__(self, arguments: Sequence[str], output: Path, errors: Path | None = None, **more: str) -> None:
+    def __init__(self, arguments: Sequence[str], output: Path, errors: Path | None = None, /, **more: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
         self._output = output
         self._process = forked().Process(target=_start, args=([*arguments], environment, (output, errors or output)))

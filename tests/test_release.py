@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from moba_train import __version__
+from moba_train.attention.kernels.table import _GLUON_TRITON
 from tests.guide import ROOT, blocks, commands
 
 FOLDERS = ("moba_train", "data_tools", "configs")
@@ -69,13 +70,19 @@ def test_every_extra_that_a_page_installs_exists() -> None:
     assert not wanted & {"wandb", "plotly", "matplotlib", "tensorboard"}
 
 
-def test_the_lock_has_what_the_package_needs_each_file_by_its_hash() -> None:
-    """Dependencies, with the extras of a run, in versions that CI tests."""
+@pytest.mark.parametrize("machine", ["cpu", "gpu"])
+def test_a_lock_has_what_the_package_needs_each_file_by_its_hash(machine: str) -> None:
+    """Dependencies, with the extras of a run: for the CPU in versions that CI tests, for GPUs with the torch and the
+    Triton that the fastest kernels need."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = [*project["dependencies"], *extras["report"], *extras["wandb"]]
     limits = [line.partition("#")[0] for line in (ROOT / "launch" / "constraints.txt").read_text().splitlines()]
-    entries = re.split(r"\n(?=[a-z])", re.sub("^#.*\n", "", (ROOT / "launch" / "cpu.lock").read_text(), flags=re.M))
+    if machine == "gpu":
+        needed += [*extras["fp8"], "triton"]
+        limits = ["torch==2.11.*", f"triton=={_GLUON_TRITON}.*"]
+    lock = (ROOT / "launch" / f"{machine}.lock").read_text()
+    entries = re.split(r"\n(?=[a-z])", re.sub("^#.*\n", "", lock, flags=re.M))
     assert all(re.search("--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
     locked = dict(entry.split(maxsplit=1)[0].split("==") for entry in entries)
     wanted = [Requirement(text) for text in needed]

@@ -1,16 +1,21 @@
-"""`moba-train env`: versions, GPUs and optional packages of this machine. A package is probed by importing the features
-that we use."""
+"""`moba-train env`: versions, GPUs, kernels and optional packages of this machine. A package is probed by importing the
+features that we use."""
 
 import importlib.metadata
 import platform
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from moba_train import __version__
+from moba_train.attention.kernels.table import Facts, Machine, kernel_for, resolve_backend, this_machine
 from moba_train.environment import import_problem
+
+BEST_PAIR = ("2.11.0", "3.6.0")
+"""torch, and the Triton that it brings, with which all kernels run: those of launch/gpu.lock."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,7 @@ def print_environment(console: Console) -> None:
         console.print(f"GPU {index}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}")
     if not torch.cuda.device_count():
         console.print("GPU: none")
+    print_kernels(console, this_machine(torch.device("cuda" if torch.cuda.device_count() else "cpu")))
 
     table = Table(title="Optional packages", title_justify="left")
     for column in ("package", "what it gives", "version", "state"):
@@ -128,6 +134,37 @@ def print_environment(console: Console) -> None:
         state = "usable" if not reason else f"{reason}\n{package.install}"
         table.add_row(package.name, package.gives, _version(package.name) or "-", state)
     console.print(table)
+
+
+def print_kernels(console: Console, machine: Machine) -> None:
+    """Print the kernels that attention to blocks runs on, and how to get faster ones if another torch has them."""
+    if machine.device != "cuda":
+        console.print(f"attention to blocks: {', '.join(_passes(machine, 512))}")
+        return
+    table = Table(title="Kernels of attention to blocks, for bf16 and heads of 128", title_justify="left")
+    for column in ("keys of a block", "forward pass", "backward pass"):
+        table.add_column(column, overflow="fold")
+    best = replace(machine, triton=BEST_PAIR[1])
+    with warnings.catch_warnings(record=True) as lost:
+        warnings.simplefilter("always")
+        sizes = (128, 256, 512, 4096)
+        for size in sizes:
+            table.add_row(str(size), *_passes(machine, size))
+        better = any(_passes(machine, size) != _passes(best, size) for size in sizes)
+    console.print(table)
+    for warning in lost:
+        console.print(f"{warning.message}")
+    if better:
+        console.print(f"pip install torch=={BEST_PAIR[0]}, which brings Triton {BEST_PAIR[1]}, has faster ones")
+
+
+def _passes(machine: Machine, block_size: int) -> list[str]:
+    """Kernels of `auto` in the forward and the backward pass of a long call; on the CPU one name for both."""
+    facts = Facts(machine, torch.bfloat16, 128, block_size, history_blocks=7, rows=2**21)
+    backend = resolve_backend("", "auto", facts)
+    if backend.order[0] != "triton":
+        return [f"{backend.order[0]}, {backend.why}"] * (1 if machine.device == "cpu" else 2)
+    return [kernel_for(does, facts).file for does in ("forward", "backward")]
 
 
 def _version(distribution: str) -> str | None:

@@ -29,6 +29,7 @@ from moba_train.tools.lm_eval.options import LmEvalOptions
 from moba_train.tools.saved_recipe import (
     SavedPaths,
     SavedRun,
+    check_named_files,
     check_paths,
     evaluation_corpora,
     open_for_generation,
@@ -89,6 +90,7 @@ def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
         own = _without(config, named | {*options.data})
         check_paths(own.data, own.evaluation, saved.path, paths.roots)
         paths.check_corpora(own.data.validation)
+        check_named_files(saved.config.evaluation, config.evaluation, saved.path, paths.roots)
         trained = [digest] if (digest := trained_tokenizer(saved.path)) else []
     check_tokenizer(config.data, trained)
     return saved.with_recipe(config)

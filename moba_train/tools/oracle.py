@@ -73,6 +73,10 @@ class OracleConfig(HiddenNeedles):
         "weights is not known",
     )
 
+    def named_files(self) -> list[str]:
+        """The other weights' result."""
+        return [self.dense] if self.dense is not None else []
+
 
 def label_of(budget: Budget) -> str:
     """Name of a budget: `128/32 group, first + previous`; of tokens: `2048 tokens`."""

@@ -34,7 +34,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.resolve.initial_weights import load_initial_weights
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.needle.options import asking
+from moba_train.tools.needle.options import NamesFiles, asking
 
 
 class SavedRun(NamedTuple):
@@ -144,6 +144,20 @@ def check_paths(
                 open_foreign(file, None, roots).close()
         except ForeignFileError as error:
             raise CheckpointError(f"checkpoint {checkpoint}: its recipe reads {key} {given!r}: {error}") from None
+
+
+def check_named_files(own: EvaluationConfig, used: EvaluationConfig, checkpoint: Path, roots: Sequence[Path]) -> None:
+    """Raises CheckpointError when a file that evaluations of the checkpoint's `own` recipe name, and those that are
+    `used` still do, does not lie below one of `roots`."""
+    for path in sorted(_named_files(own) & _named_files(used)):
+        try:
+            check_below(Path(path), roots)
+        except ForeignFileError as error:
+            raise CheckpointError(f"checkpoint {checkpoint}: its recipe's evaluation reads {path!r}: {error}") from None
+
+
+def _named_files(evaluation: EvaluationConfig) -> set[str]:
+    return {path for _, section in evaluation if isinstance(section, NamesFiles) for path in section.named_files()}
 
 
 def evaluation_corpora(data: DataConfig, evaluation: EvaluationConfig) -> dict[str, str]:

@@ -72,6 +72,12 @@ def test_a_barrier_that_nobody_waits_for_is_found() -> None:
 def test_one_pass_keeps_the_matrix_units_busy(
     kernel: str, dtype: str, dq_dtype: str, head_dim: int, tmp_path: Path
 ) -> None:
+    compiled, registers = one_pass(kernel, dtype, dq_dtype, head_dim)
+    keeps_busy(compiled, registers, 24 if kernel == "gathered" else 16, tmp_path)
+
+
+def one_pass(kernel: str, dtype: str, dq_dtype: str, head_dim: int) -> tuple[Any, int]:
+    """A compiled kernel of the backward pass, and the registers that it may take."""
     from moba_train.attention.kernels.hopper import blocks_128_gradients, blocks_256_to_4096_gradients
 
     function, more = {
@@ -85,20 +91,25 @@ def test_one_pass_keeps_the_matrix_units_busy(
     options = {"num_warps": shape.warps, "maxnreg": registers}
     sizes = head_dim, shape.rows, shape.keys
     results = dict.fromkeys(("packed_dq", "part_dq"), f"*{dq_dtype}")
-    compiled = compile_gluon(function, constants, *sizes, dtype, results, **options)
-    keeps_busy(compiled, registers, 24 if kernel == "gathered" else 16, tmp_path)
+    return compile_gluon(function, constants, *sizes, dtype, results, **options), registers
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_forward_pass_keeps_the_matrix_units_busy(head_dim: int, tmp_path: Path) -> None:
     """The own blocks' kernel, which has all that the lists' has, and masks."""
+    compiled, registers = forward_pass(head_dim)
+    keeps_busy(compiled, registers, 0, tmp_path)
+
+
+def forward_pass(head_dim: int) -> tuple[Any, int]:
+    """The compiled kernel of the forward pass over own blocks, and the registers that it may take."""
     from moba_train.attention.kernels.hopper import blocks_from_512_forward
 
     shape, options = tile_shapes(head_dim, 512).forward, blocks_from_512_forward.OPTIONS
     constants = {"G": 4, "M": shape.rows, **blocks_from_512_forward.STAGES}
     sizes = head_dim, 0, shape.keys
     compiled = compile_gluon(blocks_from_512_forward.forward_diagonal, constants, *sizes, "bf16", {}, **options)
-    keeps_busy(compiled, options["maxnreg"], 0, tmp_path)
+    return compiled, options["maxnreg"]
 
 
 def compile_gluon(

@@ -38,9 +38,9 @@ def facts(machine: Machine = HOPPER, **changes: Any) -> Facts:
 
 @pytest.fixture(autouse=True)
 def warned_of_nothing_yet() -> Iterator[None]:
-    table._warn_of_release.cache_clear()
+    table._warn_of_slower.cache_clear()
     yield
-    table._warn_of_release.cache_clear()
+    table._warn_of_slower.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,6 @@ def test_a_backend_by_name_has_no_other_behind_it_but_the_reference_behind_the_c
         (facts(block_size=128, history_blocks=0), "triton/blocks_to_128", "triton/blocks_to_128"),
         (facts(all_keys=False), "triton/blocks_from_144_forward", "triton/blocks_from_144_dq"),
         (facts(head_width=64), "triton/blocks_from_144_forward", "triton/blocks_from_144_dq"),
-        (facts(replace(HOPPER, capability=(10, 0))), "triton/blocks_from_144_forward", "triton/blocks_from_144_dq"),
         (facts(block_size=64), "triton/blocks_to_128", "triton/blocks_to_128"),
     ],
 )
@@ -131,20 +130,27 @@ def test_passes_by_block_size_width_gpu_and_keys(given: Facts, forward: str, bac
         )
 
 
-def test_another_release_of_triton_takes_slower_kernels_on_hopper_and_is_named_once() -> None:
-    machine = replace(HOPPER, triton="3.7.1")
+@pytest.mark.parametrize(
+    ("machine", "parts"),
+    [
+        (replace(HOPPER, triton="3.7.1"), ("Triton 3.7.1 is", "need 3.6", "install a release of torch")),
+        *(
+            (replace(HOPPER, capability=(n, 0)), (f"({n}, 0), the fastest kernels are for (9, 0)",))
+            for n in (8, 10, 12)
+        ),
+    ],
+)
+def test_what_costs_the_fastest_kernels_is_named_once_with_what_is_lost(
+    machine: Machine, parts: tuple[str, ...]
+) -> None:
+    """Another release of Triton on Hopper, or another GPU."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for block_size in (512, 128, 4096, 512):
             for does in ("forward", "backward"):
                 assert kernel_for(does, facts(machine, block_size=block_size)).file.startswith("triton/")
     (warning,) = found
-    for part in (
-        "Triton 3.7.1 is",
-        "need 3.6",
-        "slower",
-        "the backward pass with blocks of 256, 512, 1024, 2048, 4096",
-    ):
+    for part in (*parts, "slower", "the backward pass with blocks of 256, 512, 1024, 2048, 4096"):
         assert part in str(warning.message), part
 
 

@@ -262,39 +262,57 @@ def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(
         fits(blocks_to_128.backward_to_128, constants, shape.short_backward, dtype, 512, tmp_path)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("block_size", [128, 4096])
-@pytest.mark.parametrize("head_dim", [64, 128] if "MOBA_ARCHITECTURES" in os.environ else [128])
-def test_kernels_fit_the_shared_memory_of_other_gpus(head_dim: int, block_size: int, architecture: int) -> None:
-    limit = KIBIBYTES[architecture] * 1024
+def kernels_at(head_dim: int, block_size: int, limit: int) -> list[tuple[Any, TileShape, dict[str, Any]]]:
+    """Kernels of blocks of this size, their tiles on a GPU with `limit` bytes of shared memory, and their constants."""
     shape = tile_shapes(head_dim, block_size, limit)
     call = {"PARTIAL": False, "HISTORY": 7, "BLOCK": block_size}
-    kernels: list[tuple[Any, TileShape | None, dict[str, Any]]]
-    if block_size == 4096:
-        kernels = [
+    found: list[tuple[Any, TileShape | None, dict[str, Any]]]
+    if block_size > 128:
+        found = [
             (blocks_from_144_forward.forward_diagonal, shape.diagonal, {"PARTIAL": False}),
             (blocks_from_144_forward.forward_history, shape.forward, call),
             (blocks_from_144_dq.dq_diagonal, shape.dq, {}),
             (blocks_from_144_dq.dq_history, shape.dq, call),
             (blocks_from_144_dkdv.dkdv_diagonal, shape.dkdv_diagonal, {}),
+            (blocks_from_144_dkdv.dkdv_history, shape.dkdv, {}),
         ]
     else:
         call |= {"SPLIT": 4096, "DIAGONAL": True}
-        kernels = [
+        kept = {"GROUP": False, "PREVIOUS": True, "FIRST": True, "LOCAL": 0, "HISTORY": 7, "KEPT": 8, "LEVELS": 3}
+        found = [
+            (gate_kernels._select, TileShape(64, 64, gate_kernels.warps(7), 3), kept),
             (blocks_to_128.forward_to_128, shape.short_forward, call),
             (blocks_to_128.backward_to_128, shape.short_backward, {**call, "SUM": False}),
         ]
-    for kernel, tile, more in kernels:
+    kernels = []
+    for kernel, tile, more in found:
         assert tile is not None
-        compiled = compile_for_hopper(
-            kernel,
-            sizes(tile, head_dim, **more),
-            tile.keys,
-            target=GPUTarget("cuda", architecture, 32),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        constants = sizes(tile, head_dim, **more)
+        kernels.append((kernel, tile, {name: value for name, value in constants.items() if name in kernel.arg_names}))
+    return kernels
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("block_size", [128, 4096])
+@pytest.mark.parametrize("head_dim", [64, 128] if "MOBA_ARCHITECTURES" in os.environ else [128])
+def test_kernels_fit_the_shared_memory_of_other_gpus(head_dim: int, block_size: int, architecture: int) -> None:
+    limit = KIBIBYTES[architecture] * 1024
+    target = GPUTarget("cuda", architecture, 32)
+    for kernel, tile, constants in kernels_at(head_dim, block_size, limit):
+        options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "target": target}
+        compiled = compile_for_hopper(kernel, constants, tile.keys, **options)
         assert compiled.metadata.shared <= limit, kernel.__name__
+
+
+def test_the_page_of_resources_has_every_kernel_and_gpu() -> None:
+    """After a change: python -m tests.attention.kernel_resources, with each Triton of the page."""
+    page = (Path(__file__).parents[2] / "benchmarks" / "measured" / "kernel-resources.md").read_text()
+    kernels = {kernel.__name__ for size in (128, 4096) for kernel, _, _ in kernels_at(128, size, SHARED_LIMIT)}
+    tables = page.split("<!-- Triton ")[1:]
+    assert [text[:3] for text in tables] == ["3.6", "3.9"]
+    for text in tables:
+        assert kernels <= {*re.findall(r"^\| `(\w+)` \| \d+ / \d+ / \d+ \|", text, re.MULTILINE)}
+        assert all(f" sm_{architecture} |" in text for architecture in KIBIBYTES)
 
 
 def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from moba_train.errors import CheckpointError
 from moba_train.parallel.world import gather_over_ranks
 from tests.checkpoint.checkpoint_ranks import own_device, process_group, run_ranks
 from tests.checkpoint.test_publish import failing_reads, flip_byte, steps
-from tests.checkpoint.test_threads import starting_at_most
+from tests.checkpoint.test_threads import start_at_most
 from tests.forked import forked
 
 
@@ -116,7 +115,7 @@ def save_without_threads(folder: Path) -> None:
     tensors = {f"weight.{dist.get_rank()}": torch.ones(1000)}
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(threading, "_start_new_thread", starting_at_most(0))
+            start_at_most(0, patch)
         checkpointer.save(1, tensors, {})
         checkpointer.before_update()
         checkpointer.wait()

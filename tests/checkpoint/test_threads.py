@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,18 +129,19 @@ def test_after_an_error_nothing_is_begun_and_the_first_one_is_raised() -> None:
     assert sorted(begun) == [0, 1]
 
 
-def starting_at_most(room: int) -> Callable[..., int]:
-    """`_thread.start_new_thread` under a limit of processes, such as `ulimit -u`, that leaves room for so many."""
-    start = threading._start_new_thread  # type: ignore[attr-defined]  # not in typeshed
+def start_at_most(room: int, patch: pytest.MonkeyPatch) -> None:
+    """Let threads start as under a limit of processes, such as `ulimit -u`, that leaves room for so many."""
+    name = "_start_new_thread" if sys.version_info < (3, 13) else "_start_joinable_thread"
+    start = getattr(threading, name)
     left = [room]
 
-    def limited(*arguments: Any) -> Any:
+    def limited(*arguments: Any, **more: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise RuntimeError("can't start new thread")
-        return start(*arguments)
+        return start(*arguments, **more)
 
-    return limited
+    patch.setattr(threading, name, limited)
 
 
 def test_what_fails_in_a_thread_is_tried_again() -> None:
@@ -160,7 +161,7 @@ def test_what_fails_in_a_thread_is_tried_again() -> None:
 def test_where_no_further_thread_can_be_started_those_that_run_do_the_work(
     room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threading, "_start_new_thread", starting_at_most(room))
+    start_at_most(room, monkeypatch)
     assert in_threads(lambda number: 10 * number, range(6), 3) == [0, 10, 20, 30, 40, 50]
 
 

@@ -12,7 +12,7 @@ from moba_train.config.data import SourceConfig
 from moba_train.data.batch import Batch, collate
 from moba_train.data.loader import Prefetcher, step_batches
 from moba_train.data.samples import StageData
-from tests.checkpoint.test_threads import starting_at_most
+from tests.checkpoint.test_threads import start_at_most
 from tests.data.corpora import MakeCorpus, numbered_documents
 
 
@@ -70,7 +70,7 @@ def test_prefetcher_gives_every_step_from_the_first_one_asked_for(data: StageDat
 def test_prefetcher_reads_when_asked_where_no_thread_can_be_started(
     data: StageData, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(threading, "_start_new_thread", starting_at_most(0))
+    start_at_most(0, monkeypatch)
     with Prefetcher(lambda step: step_batches(data, step * 4, 4, 2, 0, 1), 3, 9, "cpu") as batches:
         got = [[batch.tokens.tolist() for batch in step] for step in batches]
     assert got == [[b.tokens.tolist() for b in step_batches(data, step * 4, 4, 2, 0, 1)] for step in range(3, 9)]

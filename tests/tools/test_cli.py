@@ -40,6 +40,7 @@ def test_help_starts_at_once_without_heavy_imports() -> None:
         "import sys\nsys.argv = ['moba-train', '--help']\nfrom moba_train.tools.cli import app\n"
         "try:\n    app()\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
         "heavy = {'torch', 'pydantic', 'numpy'} & set(sys.modules)\nassert not heavy, heavy\n"
+        "assert len(sys.modules) < 400, len(sys.modules)\n"  # 339 with typer 0.29: half of them its own
     )
     times = []
     for _ in range(3):  # of processor time, the least of three: this machine may be busy with other things
@@ -49,7 +50,7 @@ def test_help_starts_at_once_without_heavy_imports() -> None:
         times.append(sum(after[2:4]) - sum(before[2:4]))  # of children
         assert done.returncode == 0, done.stderr
         assert "plan" in done.stdout
-    assert min(times) < 0.5
+    assert min(times) < 0.3
 
 
 def test_no_metavar_is_the_name_of_its_option_in_capitals() -> None:

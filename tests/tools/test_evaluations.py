@@ -37,10 +37,12 @@ from moba_train.parallel.world import World, joined_world
 from moba_train.run.evaluations import StageEvaluations
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.cli import app
+from moba_train.tools.longppl import LongPPL, LongPPLConfig
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.needle_signal import NeedleSignalEvaluation
 from moba_train.tools.ruler.ruler import Ruler
 from moba_train.tools.ruler.ruler_tasks import TASKS
+from moba_train.tools.tasks.longtasks import LongTasks
 from moba_train.train import main
 from tests.evals.setting import stage_setting
 from tests.resolved import check, stages_of
@@ -81,7 +83,9 @@ def asking(texts: Path) -> RunConfig:
     needle = {"lengths": [256], "depths": [50], "samples": 1}
     ruler = {"tasks": [*TASKS], "lengths": [1408], "samples": 1}
     signal = needle | {"gates": [{"block_size": 32, "topk": 3}]}
-    return questions.recipe(texts, 1408, {"needle": needle, "needle_signal": signal, "ruler": ruler})
+    long = {"lengths": [1024], "samples": 1, "scoring": "teacher_forced"}
+    asked = {"needle": needle, "needle_signal": signal, "ruler": ruler, "longtasks": long}
+    return questions.recipe(texts, 1408, asked)
 
 
 @pytest.fixture
@@ -104,10 +108,12 @@ def test_it_is_due_at_its_multiples_and_where_the_stage_may_end(evaluation: type
 def test_an_evaluation_gives_what_it_declares(
     recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation[Any]], attentions: str
 ) -> None:
-    config = asking if evaluation in (Needle, NeedleSignalEvaluation, Ruler) else load_config(recipe)
+    config = asking if evaluation in (Needle, NeedleSignalEvaluation, Ruler, LongTasks) else load_config(recipe)
     (stage,) = stages_of(config)
     setting = stage_setting(config)
     options = config.evaluation.options_of(evaluation.name) or evaluation.default_options(setting)
+    if evaluation is LongPPL:  # which finds key tokens in an untrained model by its thresholds alone
+        options = LongPPLConfig(window=8, step=8, alpha=0, beta=-9, sequences=2)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
     both = with_full(stage.attention)
@@ -199,7 +205,12 @@ def test_no_two_evaluations_give_the_same_number_or_name() -> None:
 def test_no_evaluation_sees_the_recipe() -> None:
     """Its signature says what it reads: its own options, and facts of the run."""
     package = Path(moba_train.__file__).parent
-    folders = [package / "evals", package / "mechanisms" / "probes", package / "tools" / "ruler"]
+    folders = [
+        package / "evals",
+        package / "mechanisms" / "probes",
+        package / "tools" / "ruler",
+        package / "tools" / "tasks",
+    ]
     files = [file for folder in folders for file in folder.glob("*.py")]
     assert len(files) > 10
     assert [file for file in files if re.search("RunConfig|ResolvedRun", file.read_text(encoding="utf-8"))] == []

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,8 +10,8 @@ from moba_train.checkpoint import manifest, publish
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
-from moba_train.foreign_files import ROOTS
-from moba_train.tools.saved_recipe import check_paths, open_checkpoint
+from moba_train.foreign_files import ROOTS, working_roots
+from moba_train.tools.saved_recipe import check_named_files, check_paths, open_checkpoint
 
 
 def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:
@@ -55,6 +56,24 @@ def test_corpora_of_evaluations_are_checked_too(section: str) -> None:
     changed = config.model_dump(exclude_unset=True) | {"evaluation": {section: {"corpus": "../secret"}}}
     with pytest.raises(CheckpointError, match=rf"evaluation\.{section}\.corpus .*{ROOTS}="):
         check_recipe(RunConfig.model_validate(changed))
+
+
+@pytest.mark.parametrize(
+    ("section", "options"),
+    [
+        ("longppl", {"keys": "../secret.bin"}),
+        ("longtasks", {"tasks": ["json_kv", "../secret.jsonl"]}),
+        ("oracle", {"dense": "../secret.bin"}),
+    ],
+)
+def test_files_of_evaluations_are_checked_unless_the_user_names_others(section: str, options: dict[str, Any]) -> None:
+    config = recipe("valid")
+    own = RunConfig.model_validate(config.model_dump(exclude_unset=True) | {"evaluation": {section: options}})
+    roots = working_roots()
+    with pytest.raises(CheckpointError, match=rf"its recipe's evaluation reads '\.\./secret.*{ROOTS}="):
+        check_named_files(own.evaluation, own.evaluation, Path("c"), roots)
+    check_named_files(own.evaluation, config.evaluation, Path("c"), roots)
+    check_named_files(config.evaluation, own.evaluation, Path("c"), roots)
 
 
 def test_the_user_may_allow_more_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
 from moba_train.tools.needle.full_answers import full_from
 from moba_train.tools.needle.needle import Needle
-from moba_train.tools.ruler.ruler import Ruler, RulerConfig, RulerTexts
+from moba_train.tools.ruler.ruler import Ruler, RulerConfig
 from tests.evals.setting import built, stage_setting
 from tests.resolved import check, stages_of
 from tests.tools.questions import VOCAB, context, recipe, recipe_texts
@@ -105,7 +105,7 @@ def test_questions_begin_where_their_text_ends(texts: Path, name: str) -> None:
         tokenizer = found.tokenizer
     else:
         options = RulerConfig(tasks=["niah_single", "vt"], samples=1)
-        ruler = RulerTexts(options, stage_setting(recipe(texts, 1024, {})))
+        ruler = Ruler.texts(options, stage_setting(recipe(texts, 1024, {})))
         questions = [ruler.questions(task, 1024)[0].question for task in options.tasks]
         tokenizer = ruler.tokenizer
     for question in questions:

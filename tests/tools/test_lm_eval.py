@@ -31,8 +31,8 @@ from moba_train.tools.needle.answers import Question, generated_answers
 from moba_train.tools.report.chart import Shown
 from moba_train.tools.report.evaluation_charts import lm_eval_charts
 from moba_train.tools.report.history import read_history
-from moba_train.tools.ruler.ruler_tasks import found_share
 from moba_train.tools.saved_recipe import open_checkpoint
+from moba_train.tools.tasks.metrics import found_share
 from moba_train.tools.text_tokenizer import load_tokenizer
 from moba_train.train import main
 from tests.noting import noting

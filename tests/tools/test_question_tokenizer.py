@@ -21,7 +21,7 @@ from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.chat.template import Conversation
 from moba_train.tools.needle.answers import Question
 from moba_train.tools.needle.haystack import NaturalText, QuestionTokenizer
-from moba_train.tools.ruler.ruler import RulerTexts
+from moba_train.tools.ruler.ruler import Ruler
 from moba_train.tools.text_tokenizer import load_tokenizer
 from tests.evals.setting import stage_setting
 from tests.tools.questions import VOCAB, recipe, recipe_texts
@@ -68,12 +68,20 @@ def test_the_end_that_the_corpus_was_made_with_is_no_text_either(texts: Path, tm
     assert tokenizer.marks == {BOS, EOS, 5}
 
 
+def test_an_answer_also_ends_where_a_turn_does(texts: Path, tmp_path: Path) -> None:
+    """By the corpus, and by the model's generation_config.json, as in `moba-train generate`."""
+    shutil.copy(texts / "tok.model", tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    tokenizer = QuestionTokenizer(str(tmp_path / "tok.model"), VOCAB, {"end_of_turn_id": 11}, chat=True)
+    assert tokenizer.ends == {EOS, 7, 9, 11}
+
+
 @pytest.mark.parametrize("task", ["vt", "niah_single_2"])
 def test_ruler_questions_begin_as_the_documents_of_the_corpus(texts: Path, tmp_path: Path, task: str) -> None:
     config = recipe(with_sidecar(texts, tmp_path, bos_id=BOS), LENGTH, {"ruler": {"tasks": [task], "samples": 2}})
     evaluation: Any = config.evaluation  # its sections are found when it is loaded
     assert evaluation.ruler is not None
-    for prompt in RulerTexts(evaluation.ruler, stage_setting(config)).questions(task, LENGTH):
+    for prompt in Ruler.texts(evaluation.ruler, stage_setting(config)).questions(task, LENGTH):
         first, *rest = prompt.question.tokens
         assert first == BOS
         assert not {BOS, EOS} & {*rest}

@@ -15,6 +15,7 @@ from moba_train.evals.evaluation import EvaluationContext, with_full
 from moba_train.mechanisms.probes.gate_probe import GateProbe
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.world import World, joined_world
+from moba_train.tools.longppl import LongPPL
 from moba_train.tools.needle.answers import predicted_answers
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.needle_signal import NeedleSignalEvaluation
@@ -43,6 +44,7 @@ def evaluated(world: World, folder: Path, sizes: MeshSizes, parallel: dict[str, 
     ruler = {"tasks": ["niah_single", "vt"], "lengths": [1024], "samples": 1, "answer": "full"}
     signal = {"lengths": [LENGTH], "depths": [0, 50, 80], "samples": 1, "gates": [{"block_size": 16, "topk": 3}]}
     by_head = "tp" not in parallel
+    longppl = {"window": 16, "step": 6, "alpha": 0.2, "beta": -7.0, "sequences": 3}
     probe = {"queries": 77, "sequences": 3, "by_head": by_head}
     sections = {"needle": needle, "ruler": ruler, "gate_probe": probe, "needle_signal": signal}
     config = recipe(folder, 1024, sections, parallel=parallel)
@@ -61,6 +63,8 @@ def evaluated(world: World, folder: Path, sizes: MeshSizes, parallel: dict[str, 
     found["needle"] = built(Needle, config).run(context).data
     found["ruler"] = built(Ruler, config).run(context).data
     found["probe"] = built(GateProbe, config).run(context).data | {"seconds": 0}
+    # Three sequences, so that one data-parallel rank repeats one.
+    found["longppl"] = built(LongPPL, recipe(folder, 96, {"longppl": longppl})).run(context).data
     found["signal"] = built(NeedleSignalEvaluation, config).run(context).data["rows"] if by_head else {}
     return found
 
@@ -129,6 +133,13 @@ def test_answers_and_selected_blocks_are_exactly_those_of_one_device(
             one == pytest.approx(other) for one, other in zip(heads, wanted["head_distance_share"], strict=False)
         )
         assert layer == pytest.approx({name: wanted[name] for name in layer}, rel=1e-4)
+    longppl, wanted = found["longppl"], one_device["longppl"]
+    assert sum(wanted["key_tokens"]) > 10
+    # A token whose gain is alpha up to rounding may count on one side alone.
+    assert longppl["key_tokens"] == pytest.approx(wanted["key_tokens"], abs=1)
+    for name, losses in wanted["attentions"].items():
+        assert longppl["attentions"][name]["loss"] == pytest.approx(losses["loss"], rel=1e-5)
+        assert longppl["attentions"][name]["key_loss"] == pytest.approx(losses["key_loss"], rel=2e-2)
     for name, by_length in found["signal"].items():
         for row, wanted in zip(by_length[str(LENGTH)], one_device["signal"][name][str(LENGTH)], strict=True):
             assert row == pytest.approx(wanted, rel=1e-3, abs=1e-5)

@@ -18,8 +18,10 @@ from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
 from moba_train.tools.needle.haystack import needle_frame, needle_sentence
-from moba_train.tools.ruler.ruler import Ruler, RulerTexts
-from moba_train.tools.ruler.ruler_tasks import DEPTHS, TASKS, found_share
+from moba_train.tools.ruler.ruler import Ruler
+from moba_train.tools.ruler.ruler_tasks import DEPTHS, TASKS
+from moba_train.tools.tasks.metrics import found_share
+from moba_train.tools.tasks.sized import SizedTexts
 from tests.evals.setting import built, stage_setting
 from tests.resolved import check
 from tests.tools.questions import Reader, context, recipe
@@ -29,11 +31,11 @@ SENTENCES = "It rained all day. The fox slept. Dogs ran over the hill and back. 
 WORDS = SENTENCES.split() * 40
 
 
-def texts_of(texts: Path, **section: Any) -> RulerTexts:
+def texts_of(texts: Path, **section: Any) -> SizedTexts:
     config = recipe(texts, LENGTH, {"ruler": section})
     evaluation: Any = config.evaluation  # its sections are found when it is loaded
     assert evaluation.ruler is not None
-    return RulerTexts(evaluation.ruler, stage_setting(config))
+    return Ruler.texts(evaluation.ruler, stage_setting(config))
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -25,8 +25,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, is_quantized_kv_cache
 from moba_vllm.layers import Moba, Window, decode_mode
 from moba_vllm.paged import PooledKeys, attend_from_many, attend_from_one, page_problem, text_rows
 
-NAME = "MOBA"
-"""The backend's name in vLLM."""
+NAME = "CUSTOM"
+"""The backend's name in vLLM: the one that all its releases have for backends of others."""
 
 
 class MobaBackend(AttentionBackend):
@@ -37,6 +37,13 @@ class MobaBackend(AttentionBackend):
     @staticmethod
     def get_name() -> str:
         return NAME
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, int, int, int]:
+        """Shape of a layer's pages, which vLLM 0.26 asks for, and 0.32 does not."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod
     def get_impl_cls() -> type["MobaImpl"]:

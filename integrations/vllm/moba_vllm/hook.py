@@ -20,11 +20,10 @@ from moba_vllm.backend import NAME, MobaBackend
 from moba_vllm.layers import layer_attention
 
 
+@functools.cache
 def register_backend_and_hook() -> None:
     """Register the backend and wrap the constructor of vLLM's attention layer, once in a process."""
-    if NAME in AttentionBackendEnum.__members__:
-        return
-    register_backend(NAME, f"{MobaBackend.__module__}.{MobaBackend.__qualname__}")
+    register_backend(AttentionBackendEnum[NAME], f"{MobaBackend.__module__}.{MobaBackend.__qualname__}")
     construct = Attention.__init__
     signature = inspect.signature(construct)
 

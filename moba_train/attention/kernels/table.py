@@ -143,10 +143,13 @@ class Kernel(NamedTuple):
             return "no history blocks"
         if self.gluon and not facts.all_keys:
             return "a part of the keys"
-        if self.gluon and machine.capability != _HOPPER:
+        if self.gluon and machine.capability != _HOPPER:  # asked last, as is the release: only where that costs speed
+            if machine.capability:
+                _warn_of_slower(f"compute capability {machine.capability}, the fastest kernels are for {_HOPPER}")
             return f"compute capability {machine.capability}, {_HOPPER} needed"
         if self.gluon and not machine.triton.startswith(f"{_GLUON_TRITON}."):
-            _warn_of_release(machine.triton)  # asked last: only where the release alone is another one
+            why = f"Triton {machine.triton} is installed, but the fastest kernels of this GPU need {_GLUON_TRITON}"
+            _warn_of_slower(why, f"; install a release of torch that comes with Triton {_GLUON_TRITON}")
             return f"Triton {machine.triton}, {_GLUON_TRITON} needed"
         return ""
 
@@ -162,15 +165,10 @@ class Kernel(NamedTuple):
 
 
 @cache
-def _warn_of_release(release: str) -> None:
-    """Warn once in a process: the GPU has faster kernels, for another release."""
-    lost = [row for row in KERNELS if row.gluon]
-    passes = "; ".join(f"the {row.does} pass with blocks of {sizes_text(row.block_sizes or ())}" for row in lost)
-    warnings.warn(
-        f"Triton {release} is installed, but the fastest kernels of this GPU need {_GLUON_TRITON}: attention to blocks "
-        f"takes slower ones for {passes}; install a release of torch that comes with Triton {_GLUON_TRITON}",
-        stacklevel=2,
-    )
+def _warn_of_slower(why: str, remedy: str = "") -> None:
+    """Warn once in a process that faster kernels cannot run here."""
+    lost = (f"the {row.does} pass with blocks of {sizes_text(row.block_sizes or ())}" for row in KERNELS if row.gluon)
+    warnings.warn(f"{why}: attention to blocks takes slower ones for {'; '.join(lost)}{remedy}", stacklevel=2)
 
 
 _SHORT = range(64, 129, 16)

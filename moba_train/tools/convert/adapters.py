@@ -21,7 +21,7 @@ from moba_train.tools.hf.config import is_hf_folder, read_family
 from moba_train.tools.hf.family import NUMBER, family_of
 from moba_train.tools.hf.files import SINGLE
 from moba_train.tools.hf.mxfp4 import open_weights
-from moba_train.tools.hf.weights import check_hf_weights, parameter_shapes, places
+from moba_train.tools.hf.weights import buffer_shapes, check_hf_weights, parameter_shapes, places
 from moba_train.tools.saved_recipe import SavedRun, base_folder
 
 PEFT_CONFIG = "adapter_config.json"
@@ -40,9 +40,9 @@ class MergedReader(CheckpointReader):
         self._read_base: Callable[[str], Tensor]
         if is_hf_folder(folder):
             files = open_weights(folder)
-            shapes = parameter_shapes(saved.config.model)
-            check_hf_weights(shapes, files)
             family, config = read_family(folder)
+            shapes = parameter_shapes(saved.config.model) | buffer_shapes(saved.config.model, family)
+            check_hf_weights(shapes, files)
             found = places(config, family, shapes)
             self._read_base = lambda name: found[name.removeprefix("model.")].read(files).float()
         else:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from moba_train.tools.convert.with_code import DESCRIPTIONS, code_config, code_f
 from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
 from moba_train.tools.hf.family import OF_FAMILIES, Family, family_of
 from moba_train.tools.hf.mxfp4 import open_weights
-from moba_train.tools.hf.weights import check_hf_weights, fused_tensors, parameter_shapes, places
+from moba_train.tools.hf.weights import buffer_shapes, check_hf_weights, fused_tensors, parameter_shapes, places
 from moba_train.tools.inference.corpus_marks import corpus_marks
 from moba_train.tools.saved_recipe import SavedRun
 from moba_train.tools.text_tokenizer import load_text_tokenizer
@@ -119,7 +119,7 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     run = resolve_unchecked(RunConfig.model_validate(_recipe_values(folder, output, model, layers, length)))
     kinds = build_attention(run.stages[0].attention, model.head_width)
     of_kinds = _kind_shapes(run.setup.spec, kinds)
-    shapes = parameter_shapes(model) | of_kinds
+    shapes = parameter_shapes(model) | buffer_shapes(model, family) | of_kinds
     check_hf_weights(shapes, files)
     place_of = places(contents, family, shapes)
     if experts is not None:
@@ -259,7 +259,8 @@ def export_to_hf(
     contents["moba"] = contents.get("moba", {}) | {"layers": layers}
     if with_code:
         contents |= code_config(family)
-    shapes = parameter_shapes(config.model) | of_kinds
+    buffers = buffer_shapes(config.model, family)
+    shapes = parameter_shapes(config.model) | buffers | of_kinds
     check_new_folder(output)
     verify_checkpoint(checkpoint)
     reader = _reader(checkpoint, shapes) if saved.spec.adapters is None else MergedReader(saved)
@@ -274,7 +275,7 @@ def export_to_hf(
             write_code(output)
         write_new(output / CARD, model_card(saved, kinds, dtype_name, with_code, family.needs_code))
         place_of = places(contents, family, shapes)
-        write_safetensors(output, fused_tensors(place_of, shapes, _reads(reader, dtype)), shard_bytes)
+        write_safetensors(output, fused_tensors(place_of, shapes, _reads(reader, dtype, buffers)), shard_bytes)
         if isinstance(reader, MergedReader):
             reader.check()
         # Written last: a folder without it is not read as a model.
@@ -334,17 +335,20 @@ def _reader(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoi
         ours = name.removeprefix("model.")
         is_buffer = ours != name and ours not in shapes and not kind_of_parameter(ours)
         if is_buffer and reader.read(name).any():  # as the biases of the choice of experts
-            problems.append(f"{ours} is not zero, and no Hugging Face architecture has it")
+            problems.append(f"{ours} is not zero, and ordinary models lack it; add --with-code")
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems[:20])}; use another checkpoint")
     return reader
 
 
-def _reads(reader: CheckpointReader, dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """Reader of a parameter in this dtype by its name. Raises CheckpointError for values beyond the dtype's range."""
+def _reads(reader: CheckpointReader, dtype: torch.dtype, buffers: Container[str]) -> Callable[[str], Tensor]:
+    """Reader of a parameter in this dtype by its name, and of buffers as they are. Raises CheckpointError for values
+    beyond the dtype's range."""
 
     def read(name: str) -> Tensor:
         value = reader.read(f"model.{name}")
+        if name in buffers:  # biases of the choice of experts: their differences are less than a step of 16 bits
+            return value
         found = value.to(dtype)
         if found.isinf().any() and not value.isinf().any():
             most = torch.finfo(dtype).max

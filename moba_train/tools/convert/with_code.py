@@ -23,6 +23,7 @@ DESCRIPTIONS = {
     "selectors_moba_train.py": "its other selections of blocks",
     "nsa_moba_train.py": "its compressed, selected and window attention",
     "linear_moba_train.py": "its attention with a state",
+    "experts_moba_train.py": "its experts",
     "cache_moba_train.py": "what it keeps of earlier tokens",
     "kernels": "its kernels for NVIDIA GPUs, which may be left out",
 }
@@ -38,8 +39,10 @@ LAYERS: dict[str, frozenset[str]] = {
     "full": frozenset(),
     "window": frozenset({"window", "sinks"}),
     "moba": frozenset({"block_size", "topk", "select", "always", "key_conv"}),
+    "moba_window": frozenset({"block_size", "topk", "select", "always", "key_conv", "window"}),
     "msa": frozenset(_GATE | {"index_dim"}),
     "qsa": frozenset(_GATE | {"index_dim"}),
+    "indexer": frozenset(_GATE | {"index_dim", "index_heads", "first_blocks", "local_blocks", "top_p", "coarse"}),
     "seer": frozenset(_GATE | {"threshold", "gate_dim"}),
     "infllm_v2": frozenset({"block_size", "topk", "first_blocks", "local_blocks", "window", "stride", "dense_len"}),
     "nsa": frozenset(
@@ -84,7 +87,8 @@ def write_code(output: Path) -> None:
 def code_config(family: Family) -> dict[str, Any]:
     """Entries of config.json for the code. A model that needs the code also names the code's config, so that
     transformers refuses it without `trust_remote_code`."""
-    classes = {"AutoModelForCausalLM": f"{_MODULE}.MobaForCausalLM"}
     if family.needs_code:
-        classes["AutoConfig"] = f"{_MODULE}.MobaConfig"
+        classes = {"AutoModelForCausalLM": f"{_MODULE}.MobaForCausalLM", "AutoConfig": f"{_MODULE}.MobaConfig"}
+    else:
+        classes = {"AutoModelForCausalLM": f"{_MODULE}.Moba{family.architecture}"}
     return {"moba_decode": "full", "auto_map": classes}

@@ -12,7 +12,8 @@ from moba_train.tools.hf.family import Family
 SHAPE = frozenset(
     {
         *("qkv_bias", "qk_norm", "norms", "centered_norms", "activation", "embedding_scale", "attention_scale"),
-        *("residual_scale", "logits_divisor", "sink_layers", "gate_layers", "output_gate"),
+        *("residual_scale", "logits_divisor", "logits_cap", "sink_layers", "gate_layers", "output_gate"),
+        *("o_bias", "moe"),
     }
 )
 """Keys of our `model` that `moba.model` of config.json may have."""
@@ -27,6 +28,7 @@ class MobaTrain(Family):
     needs_code = True
     asked_for = True
     own_ropes = True
+    has_buffers = True
     defaults = {key: Family.defaults[key] for key in ("max_position_embeddings",)}
     fixed = {"quantization_config": None}
     names = Family.names | {
@@ -65,6 +67,8 @@ class MobaTrain(Family):
         shape = model.model_dump(include=set(SHAPE))
         for key in ("sink_layers", "gate_layers"):
             shape[key] = sorted(layer_ids(shape[key], model.layers))
+        if shape.get("moe"):
+            shape["moe"]["layers"] = sorted(layer_ids(shape["moe"]["layers"], model.layers))
         ropes = [
             rope.model_dump(include=set(ROPE)) | {"beta_fast": rope.fast_turns}
             for rope in model.rope.by_layer(model.layers)

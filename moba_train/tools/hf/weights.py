@@ -125,21 +125,21 @@ def fused_tensors(
 def load_hf_weights(model: Transformer, folder: Path, with_kinds: bool = False) -> None:
     """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
 
-    Buffers keep their values, and so do parameters of attention kinds, unless the folder has them (`with_kinds`). Each
-    rank reads the bytes of its shards alone, one parameter after the other, without communication. If a tied model
-    comes with a copy of its embedding, each rank first reads both in full, to compare them. Raises CheckpointError with
-    every tensor that is missing, superfluous or of another shape.
+    Buffers keep their values, unless the family has them, and so do parameters of attention kinds, unless the folder
+    has them (`with_kinds`). Each rank reads the bytes of its shards alone, one parameter after the other, without
+    communication. If a tied model comes with a copy of its embedding, each rank first reads both in full, to compare
+    them. Raises CheckpointError with every tensor that is missing, superfluous or of another shape.
     """
     files = open_weights(folder)
     state: dict[str, Any] = get_model_state_dict(model)
     # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.
-    shapes = parameter_shapes(model.config)
+    family, contents = read_family(folder)
+    shapes = parameter_shapes(model.config) | buffer_shapes(model.config, family)
     if with_kinds:
         shapes |= {name: tuple(value.shape) for name, value in state.items() if kind_of_parameter(name)}
     else:
         shapes |= kind_shapes(model.config, folder)
     check_hf_weights(shapes, files)
-    family, contents = read_family(folder)
     found = places(contents, family, shapes)
     here = [(state[name], place) for name, place in found.items() if name in state]
     for parameter, place in sorted(here, key=lambda item: files.file_of(item[1].names[0])):
@@ -165,7 +165,8 @@ class HuggingFace(WeightSource):
 
     def check(self, model: ModelConfig, folder: Path) -> None:
         """As `check_hf_weights`."""
-        check_hf_weights(parameter_shapes(model) | kind_shapes(model, folder), open_weights(folder))
+        buffers = buffer_shapes(model, read_family(folder)[0])
+        check_hf_weights(parameter_shapes(model) | buffers | kind_shapes(model, folder), open_weights(folder))
 
     def kinds(self, folder: Path) -> Mapping[tuple[int, str], Shapes]:
         """Parameters of the attention kinds that the architecture has."""
@@ -245,6 +246,16 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the model, by our names."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
+
+
+def buffer_shapes(model: ModelConfig, family: Family) -> dict[str, tuple[int, ...]]:
+    """Shape of every buffer of the model that files of the family have, by our names."""
+    if not family.has_buffers:
+        return {}
+    with torch.device("meta"):
+        made = Transformer(model)
+    saved = made.state_dict()
+    return {name: tuple(buffer.shape) for name, buffer in made.named_buffers() if name in saved}
 
 
 def kind_shapes(model: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:

@@ -18,6 +18,7 @@ class Manifests(StrEnum):
 
     jobset = "jobset"
     trainjob = "trainjob"
+    rayjob = "rayjob"
 
 
 GPUS_PER_NODE = 8
@@ -57,7 +58,8 @@ def launch(
     ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="submit launch/slurm.sbatch")] = False,
     k8s: Annotated[
-        Manifests | None, typer.Option(help="a manifest: of a JobSet, or of a TrainJob of Kubeflow Trainer")
+        Manifests | None,
+        typer.Option(help="a manifest: JobSet, TrainJob of Kubeflow Trainer, or RayJob of KubeRay"),
     ] = None,
     sky: Annotated[
         str | None, typer.Option(metavar="GPU", help="the task of SkyPilot, on machines with this GPU, such as H100")

@@ -1,12 +1,14 @@
-"""Manifests for Kubernetes: a JobSet, or a TrainJob of Kubeflow Trainer, each with its recipe in a ConfigMap.
+"""Manifests for Kubernetes: a JobSet, a TrainJob of Kubeflow Trainer or a RayJob, each with its recipe in a ConfigMap.
 
 A JobSet (jobset.x-k8s.io/v1alpha2) needs nothing but the JobSet controller: its pods are one Indexed Job with stable
 host names, and launch/multinode.sh runs in each. A TrainJob (trainer.kubeflow.org/v1alpha1) takes the cluster's runtime
-for torch, which gives torchrun its addresses in variables PET_*.
+for torch, which gives torchrun its addresses in variables PET_*. A RayJob (ray.io/v1, of KubeRay) makes a Ray cluster
+of its own, whose head trains as well; `ray_nodes` runs launch/multinode.sh on each of its nodes.
 """
 
 import posixpath
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -211,7 +213,48 @@ def train_job(job: Job, pods: Pods) -> list[Manifest]:
     ]
 
 
-MANIFESTS: dict[str, Callable[[Job, Pods], list[Manifest]]] = {"jobset": jobset, "trainjob": train_job}
+def ray_job(job: Job, pods: Pods) -> list[Manifest]:
+    """A ConfigMap and a RayJob. Any failure restarts all on a new cluster, up to `pods.restarts` times."""
+    container = {
+        "name": NODES,
+        "image": pods.image,
+        "env": [
+            {"name": "RESTARTS", "value": "0"},  # the RayJob's are enough
+            {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(job.stop_s)},  # by default it kills after 3 s
+            STOPPED,
+        ],
+        "resources": _gpus(job),
+        "volumeMounts": _mounts(pods),
+    }
+    template = {
+        "spec": {
+            "terminationGracePeriodSeconds": job.stop_s,
+            "containers": [container],
+            "volumes": _volumes(job, pods),
+        }
+    }
+    node: Manifest = {"rayStartParams": {}, "template": template}
+    others = job.nodes - 1
+    workers = {"groupName": NODES, "replicas": others, "minReplicas": others, "maxReplicas": others, **node}
+    command = ["python3", "-m", "moba_train.tools.launch.ray_nodes", "--nodes", str(job.nodes)]
+    command += ["--gpus", str(job.gpus_per_node), f"{RECIPE_FOLDER}/{RECIPE_FILE}"]
+    spec = {
+        "entrypoint": shlex.join(command),
+        "backoffLimit": pods.restarts,
+        "shutdownAfterJobFinishes": True,
+        "rayClusterSpec": {"headGroupSpec": node, "workerGroupSpecs": [workers] if others else []},
+    }
+    return [
+        _config_map(job),
+        {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": job.name}, "spec": spec},
+    ]
+
+
+MANIFESTS: dict[str, Callable[[Job, Pods], list[Manifest]]] = {
+    "jobset": jobset,
+    "trainjob": train_job,
+    "rayjob": ray_job,
+}
 """Functions that make them, by the values of `moba-train launch --k8s`."""
 
 
@@ -221,7 +264,10 @@ def as_yaml(manifests: list[Manifest]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such."""
+    """Writes texts of several lines as such, and values that occur twice in full."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -4,7 +4,8 @@ A model answers in one of two ways: it predicts each token of the answer given t
 generates.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -207,9 +208,10 @@ def generated_answers(
     tokenizer: TextTokenizer,
     what: str,
     in_full: bool = False,
+    ends: Collection[int] = (),
 ) -> list[list[int]]:
-    """Continuation of each prompt by greedy generation with the layers' own attention, up to `tokens` tokens;
-    `in_full`: question and answer with full attention.
+    """Continuation of each prompt by greedy generation with the layers' own attention, up to `tokens` tokens, and
+    before one of `ends` or the tokenizer's `eos_id`; `in_full`: question and answer with full attention.
 
     Equal on every rank. Called on all ranks together. Each rank holds whole sequences, of questions that no other rank
     has, and all ranks make the same number of passes, so that sharded weights can be gathered. Raises UserError for a
@@ -219,23 +221,29 @@ def generated_answers(
     if shard.tp_size > 1:
         raise UserError("answers cannot be generated under parallel.tp; set scoring: teacher_forced")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    ends = {*ends} if tokenizer.eos_id is None else {*ends, tokenizer.eos_id}
     found: dict[int, list[int]] = {}
     try:
         for first in context.track(range(0, len(questions), ranks), what):
             context.between_batches()
             index = first + rank
             question = questions[min(index, len(questions) - 1)]
-            # No stop token: ranks that end early would leave the others waiting.
-            vocab_size, eos = tokenizer.vocab_size, tokenizer.eos_id
             decode: Decode = "full" if in_full else "own"
             with full_from(context.model, question.text_length) if in_full else nullcontext():
                 answer = list(
                     generate(
-                        context.model, question.prompt, tokens, temperature=0, vocab_size=vocab_size, decode=decode
+                        context.model,
+                        question.prompt,
+                        tokens,
+                        temperature=0,
+                        vocab_size=tokenizer.vocab_size,
+                        # Ranks that end early would leave the others waiting.
+                        stop_tokens=ends if ranks == 1 else (),
+                        decode=decode,
                     )
                 )
             if index < len(questions):
-                found[index] = answer[: answer.index(eos)] if eos in answer else answer
+                found[index] = list(itertools.takewhile(lambda token: token not in ends, answer))
     except ValueError as error:
         raise UserError(str(error)) from error
     finally:

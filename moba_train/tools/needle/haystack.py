@@ -17,14 +17,14 @@ import numpy as np
 
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import IndexedDataset, corpus_file
-from moba_train.data.tokenizer import tokenizer_hashes
+from moba_train.data.tokenizer import tokenizer_file, tokenizer_hashes
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
-from moba_train.foreign_files import read_foreign_json, working_roots
+from moba_train.foreign_files import folder_roots, read_foreign_json, working_roots
 from moba_train.tools.chat import control_tokens
 from moba_train.tools.chat.load import load_chat_template, parse_definition, recorded_template
 from moba_train.tools.chat.template import Template, TemplateDefinition
-from moba_train.tools.inference.corpus_marks import CorpusMarks
+from moba_train.tools.inference.corpus_marks import CorpusMarks, ends_of_text
 from moba_train.tools.needle.options import AnswersConfig
 from moba_train.tools.text_tokenizer import TextTokenizer, load_text_tokenizer
 
@@ -73,11 +73,12 @@ walk wander wash watch whisper wonder write
 
 ADJECTIVES = _ADJECTIVES.split()
 NOUNS = _NOUNS.split()
+VERBS = _VERBS.split()
 
 PAIRS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
 """Names such as `amber-acorn`, all different: keys of needles."""
 
-WORDS = [*dict.fromkeys([*ADJECTIVES, *NOUNS, *_VERBS.split()]), *PAIRS]
+WORDS = [*dict.fromkeys([*ADJECTIVES, *NOUNS, *VERBS]), *PAIRS]
 """All different: single words first, then pairs."""
 
 SINGLE_WORDS = len(WORDS) - len(PAIRS)
@@ -195,6 +196,12 @@ class QuestionTokenizer:
     def marks(self) -> frozenset[int]:
         """The tokens at the ends of documents, which are no text."""
         return frozenset(mark for mark in (self.eos_id, self._marks.bos_id, self._marks.eos_id) if mark is not None)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a generated answer, of a text or of a turn."""
+        roots = folder_roots(tokenizer_file(self.path).parent)
+        return self.marks | self._marks.ends | {*ends_of_text(self.path, roots)}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` within a prompt."""
@@ -333,9 +340,10 @@ class Conversation:
 
     def around(self, before: str, after: str, answer: str) -> tuple[str, str]:
         """Text before and after the context. The texts `before` and `after` it are the user's, and `answer` is the
-        beginning of the answer. Raises DataError for a template that does not repeat a message."""
+        beginning of the answer, which loses its leading space in a chat. Raises DataError for a template that does not
+        repeat a message."""
         if self._template is None:
-            return before, f"{after} {answer}"
+            return before, after + answer
         try:
             message = {"role": "user", "content": f"{before}{_CONTEXT}{after}"}
             text = self._template.render([message], add_generation_prompt=True)
@@ -344,4 +352,4 @@ class Conversation:
         head, found, tail = text.partition(_CONTEXT)
         if not found:
             raise DataError(f"{self._key}: the chat template does not repeat the user's message as it is")
-        return head, f"{tail}{answer}"
+        return head, tail + answer.lstrip()

@@ -146,7 +146,9 @@ class Needle(Evaluation[NeedleConfig]):
         """Verdict on each question: True if the generated answer has every value."""
         tokenizer = self._texts.tokenizer
         tokens = GENERATED * self._options.needles + max(q.places[-1] + 1 - q.prompt_length for q in questions)
-        answers = generated_answers(context, questions, tokens, tokenizer, f"{what}, generated", in_full)
+        answers = generated_answers(
+            context, questions, tokens, tokenizer, f"{what}, generated", in_full, tokenizer.ends
+        )
         return [
             all(
                 tokenizer.decode(question.tokens[slice(*value)]).strip() in tokenizer.decode(answer)
@@ -260,7 +262,7 @@ class NeedleTexts:
         values = draw_values(count, "numbers", rng)
         needles = [self._needle(key, value) for key, value in zip(keys, values, strict=True)]
         frame = needle_frame(keys[: options.needles], options.needles, "numbers")
-        before, after = self._conversation.around(*frame)
+        before, after = self._conversation.around(frame.before, frame.after, f" {frame.answer}")
         texts = separated(values[: options.needles])
         tail, *answer = encode_segments(self.tokenizer, [after, *(text for text, _ in texts)])
         counted = [(part, counts) for part, (_, counts) in zip(answer, texts, strict=True)]

@@ -14,7 +14,15 @@ ANSWER: Any = Field(
 )
 
 
-class AnswersConfig(Section):
+class NamesFiles(Section):
+    """Keys of an evaluation that may name files, in addition to corpora."""
+
+    def named_files(self) -> list[str]:
+        """Paths of the files."""
+        return []
+
+
+class AnswersConfig(NamesFiles):
     """Keys of evaluations that ask questions about a long text."""
 
     lengths: list[Length] | None = Field(

@@ -1,4 +1,4 @@
-"""Charts of evaluations: gate probes, loss by position, needle maps, RULER's and lm-eval's tasks."""
+"""Charts of evaluations: gate probes, loss by position, needle maps, tasks, RULER's and lm-eval's among them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -190,6 +190,8 @@ def _zero() -> dict[str, Any]:
 
 
 _SCALE = [[0, "#F0496E"], [0.5, "#EBB839"], [1, "#0CD79F"]]
+_BY_TASKS = {"ruler": "RULER", "longtasks": "Long tasks"}
+"""Titles of evaluations by tasks."""
 _NO_SHARES = {"bits_per_byte", "brier_score", "byte_perplexity", "perplexity", "ter", "word_perplexity"}
 """Metrics of lm-eval of which less is better; they may also be below 1."""
 _CELL = 34
@@ -242,12 +244,13 @@ def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
     return charts
 
 
-def ruler_charts(runs: Sequence[Shown]) -> list[Chart]:
-    """The last RULER evaluation of every run: scores by task and length, for each attention and way of scoring."""
+def task_charts(runs: Sequence[Shown]) -> list[Chart]:
+    """The last evaluations by tasks of every run: scores by task and length, for each attention and way of scoring."""
     return [
-        _ruler(run, result, attention, scoring, by_task)
+        _tasks(run, result, attention, scoring, by_task)
         for run in runs
-        for result in run.history.latest("ruler")[-1:]
+        for name in _BY_TASKS
+        for result in run.history.latest(name)[-1:]
         for attention, by_scoring in result.data["scores"].items()
         for scoring, by_task in by_scoring.items()
     ]
@@ -283,11 +286,11 @@ def lm_eval_charts(runs: Sequence[Shown]) -> list[Chart]:
     return charts
 
 
-def _ruler(run: Shown, result: Result, attention: str, scoring: str, by_task: dict[str, list[float]]) -> Chart:
+def _tasks(run: Shown, result: Result, attention: str, scoring: str, by_task: dict[str, list[float]]) -> Chart:
     data = result.data
-    title = run.titled(f"RULER, {attention} attention, {scoring.replace('_', ' ')}")
+    title = run.titled(f"{_BY_TASKS[result.name]}, {attention} attention, {scoring.replace('_', ' ')}")
     note = f"After step {result.step:,}: {data['samples']} samples of each task and length, seed {data['seed']}."
-    key = f"ruler-{run.index}-{_safe(attention)}-{_safe(scoring)}"
+    key = f"{result.name}-{run.index}-{_safe(attention)}-{_safe(scoring)}"
     layout = _trained_mark(data["lengths"], data["trained_length"])
     return _heatmap(key, title, note, [*by_task.values()], _lengths(data["lengths"]), [*map(text, by_task)], layout)
 

@@ -29,8 +29,8 @@ from moba_train.tools.report.evaluation_charts import (
     lm_eval_charts,
     needle_maps,
     position_chart,
-    ruler_charts,
     selected_blocks,
+    task_charts,
 )
 from moba_train.tools.report.facts import environment, events, facts, settings
 from moba_train.tools.report.history import Axes, History, file_results, read_history
@@ -57,7 +57,7 @@ _LONG_CONTEXT: tuple[ChartMaker, ...] = (
     gap_chart,
     oracle_charts,
     needle_maps,
-    ruler_charts,
+    task_charts,
     lm_eval_charts,
     selected_blocks,
     gate_charts,

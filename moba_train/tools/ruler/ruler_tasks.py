@@ -9,7 +9,6 @@ import math
 import random
 import re
 import string
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,60 +23,14 @@ from moba_train.tools.needle.haystack import (
     needle_sentence,
     separated,
 )
+from moba_train.tools.tasks.sized import SizedTask, TaskText
 
 DEPTHS = [round(100 * step / 39) for step in range(40)]
 """Depths at which RULER hides needles in natural text, in % of its sentences."""
 
 
 @dataclass(frozen=True)
-class TaskText:
-    """A question of a task."""
-
-    before: str
-    """The task, up to the context."""
-    context: str
-    after: str
-    """The question."""
-    prefix: str
-    """Beginning of the answer, in the prompt."""
-    answer: list[tuple[str, bool]]
-    """Parts of the answer, each with True if it is one of the references; the others only separate them."""
-    example: str = ""
-    """A question with its answer that precedes the task."""
-
-    @property
-    def references(self) -> list[str]:
-        """Texts that the answer must contain."""
-        return [text.strip() for text, counts in self.answer if counts]
-
-
-class RulerTask(ABC):
-    """One task. `size` counts what its context is made of: sentences, words or needles."""
-
-    tokens_to_generate: int
-    """RULER's limit of the answer's tokens, which are part of the length."""
-
-    @property
-    def natural(self) -> bool:
-        """True if its context is text of a corpus."""
-        return False
-
-    @property
-    @abstractmethod
-    def least(self) -> int:
-        """The smallest `size`."""
-
-    @abstractmethod
-    def text(self, size: int, length: int, rng: random.Random, words: Sequence[str]) -> TaskText:
-        """A question whose context has this size, for samples of `length` tokens; `words`: of natural text."""
-
-    def most(self, length: int, words: Sequence[str]) -> int:
-        """The largest `size`."""
-        return len(words) if self.natural else length
-
-
-@dataclass(frozen=True)
-class Niah(RulerTask):
+class Niah(SizedTask):
     """Needles in a haystack."""
 
     haystack: str
@@ -147,7 +100,7 @@ class Niah(RulerTask):
 
 
 @dataclass(frozen=True)
-class VariableTracking(RulerTask):
+class VariableTracking(SizedTask):
     """A chain of assignments between repeated sentences; all variables of the chain are asked for."""
 
     hops: int = 4
@@ -193,7 +146,7 @@ class VariableTracking(RulerTask):
 
 
 @dataclass(frozen=True)
-class CommonWords(RulerTask):
+class CommonWords(SizedTask):
     """A numbered list of words; ten of them are much more common than the others, and asked for."""
 
     common: int = 10
@@ -236,7 +189,7 @@ class CommonWords(RulerTask):
 
 
 @dataclass(frozen=True)
-class FrequentWords(RulerTask):
+class FrequentWords(SizedTask):
     """Coded words, as frequent as a zeta distribution has them; the three most frequent are asked for."""
 
     letters: int = 6
@@ -272,7 +225,7 @@ class FrequentWords(RulerTask):
         )
 
 
-TASKS: dict[str, RulerTask] = {
+TASKS: dict[str, SizedTask] = {
     "niah_single": Niah("noise"),
     "niah_single_2": Niah("text"),
     "niah_single_3": Niah("text", value_type="uuids"),
@@ -287,12 +240,6 @@ TASKS: dict[str, RulerTask] = {
 }
 """Every task by its name in RULER, except that niah_single and niah_multikey are niah_single_1 and niah_multikey_1
 there."""
-
-
-def found_share(answer: str, references: Sequence[str]) -> float:
-    """RULER's score (`string_match_all`): the share of the references that the answer contains, in any case."""
-    text = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
-    return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def _joined(question: TaskText) -> str:

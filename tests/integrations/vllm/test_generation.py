@@ -1,6 +1,7 @@
 """vLLM with the plugin continues prompts as `moba-train generate` does, token by token: where vLLM is installed.
 
-MOBA_VLLM_TOKENS: length of the longest of 50 prompts; 32768 for the long form, 500 unless given.
+MOBA_VLLM_TOKENS: length of the longest of 50 prompts; 32768 for the long form, whose model is a miniature; 500 unless
+given.
 """
 
 import json
@@ -58,6 +59,10 @@ LAYERS: dict[str, list[dict[str, Any]]] = {
         {"kind": "window", "window": 100},
     ],
 }
+SHAPE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+if LONGEST > 4096:
+    LAYERS = {"llama2": [{"kind": "moba", "block_size": 256, "topk": 4}, {"kind": "full"}]}
+    SHAPE |= {"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
 
 
 class Exported(NamedTuple):
@@ -72,7 +77,8 @@ class Exported(NamedTuple):
 def make_prompts() -> list[list[int]]:
     """50 prompts of all lengths; every fourth begins with the longest one's text, up to anywhere in a page."""
     generator = torch.Generator().manual_seed(11)
-    lengths = LONGEST * torch.rand(50, generator=generator) + 1
+    # Of the long form most are shorter, as the work of all grows with their squares.
+    lengths = LONGEST * torch.rand(50, generator=generator) ** (6 if LONGEST > 4096 else 1) + 1
     lengths[:4] = torch.tensor([LONGEST, 1, PAGE, 2 * PAGE + 1])
     prompts = [torch.randint(VOCAB, (int(length),), generator=generator).tolist() for length in lengths]
     for prompt in prompts[4::4]:
@@ -85,8 +91,7 @@ def make_prompts() -> list[list[int]]:
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     folder = tmp_path_factory.mktemp(request.param)
     length = LONGEST + 2 * NEW
-    shape: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    shape |= {"num_hidden_layers": 4, "max_position_embeddings": length}
+    shape = SHAPE | {"num_hidden_layers": len(LAYERS[request.param]), "max_position_embeddings": length}
     make_hf_model(request.param, folder / "hf", rope_parameters=ROPE[request.param], **shape)
     recipe = {
         "name": "tiny",
@@ -164,7 +169,8 @@ def test_one_pass(exported: Exported, decode: str) -> None:
     with torch.no_grad():
         logits = exported.model(torch.tensor(scored), torch.arange(len(scored)), packed_layout([len(scored)]))
     expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(scored[1:])[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(found["scores"]), expected, rtol=0, atol=2e-4)
+    far = (torch.tensor(found["scores"]) - expected).abs() > 2e-4
+    assert far.sum() <= len(scored) // 10_000  # of long prompts: for some tokens two blocks fit equally well
 
 
 def test_it_is_the_plugin_that_does_it(exported: Exported) -> None:

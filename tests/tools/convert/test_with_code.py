@@ -69,6 +69,12 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
         {"kind": "qsa", "block_size": 4, "topk": 9},
         {"kind": "qsa", "mode": "warmup", "block_size": 4},
     ],
+    "indexer": [
+        {"kind": "indexer", "block_size": 4, "topk": 9, "local_blocks": 2, "index_dim": 8},
+        {"kind": "indexer", "block_size": 4, "topk": 12, "first_blocks": 2, "local_blocks": 3, "index_dim": 8}
+        | {"index_heads": 3, "coarse": {"block_size": 16, "blocks": 4}},
+        {"kind": "indexer", "block_size": 1, "topk": 40, "local_blocks": 4, "index_dim": 4, "top_p": 0.7},
+    ],
     "nsa": [
         {"kind": "nsa", **{"compressed_block": 8, "stride": 4, "block_size": 16, "topk": 4, "local": 2, "window": 20}},
         {"kind": "nsa", **{"compressed_block": 8, "stride": 8, "block_size": 8, "topk": 5, "window": 16}}
@@ -86,6 +92,12 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
         {"kind": "window", "window": 32},
         {"kind": "full"},
     ],
+    "experts": [
+        {"kind": "moba", "block_size": 16, "topk": 3},
+        {"kind": "indexer", "mode": "warmup", "block_size": 4},
+        {"kind": "moba_window", "block_size": 8, "topk": 4, "always": ["current", "first"], "window": 24}
+        | {"key_conv": 3},
+    ],
 }
 """Attention of each model, whose shape is that family's or in `SHAPES`."""
 SIZES = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "layers": 3, "heads": 6, "kv_heads": 2}
@@ -97,6 +109,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "centered_norms": True,
         "rope": {"overrides": {1: {"theta": 500.0}, 2: YARN}},
     },
+    "indexer": {"qk_norm": True, "moe": {"experts": 5, "active": 2, "intermediate_size": 16}},
     "seer": {"norms": "both", "centered_norms": True, "activation": "gelu_tanh", "qk_norm": True, "head_dim": 16},
     "nsa": {"qk_norm": True, "qkv_bias": True},
     "states": {"gate_layers": [0, 2], "output_gate": "head", "tie_embeddings": True},
@@ -106,9 +119,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "gate_layers": "last:2",
         "rope": {"fraction": 0.5, "overrides": {"every:2": {"kind": "nope"}}},
         **{"embedding_scale": 3.0, "attention_scale": 0.5, "residual_scale": 0.7, "logits_divisor": 2.0},
+        **{"qkv_bias": True, "o_bias": True, "logits_cap": 4.0},
+        "moe": {"experts": 6, "active": 3, "intermediate_size": 12, "bias": True, "clamp": 1.5},
+    },
+    "experts": {
+        "moe": {
+            **{"experts": 8, "active": 3, "intermediate_size": 12, "shared": 2, "shared_gate": True, "layers": [0, 2]},
+            "router": {"score": "sigmoid", "scale": 2.5, "groups": 4, "active_groups": 2, "balance": "bias"},
+        },
     },
 }
-PARAMETRIC = ("msa", "qsa", "nsa", "seer", "lightning", "gdn", "kda")
+PARAMETRIC = ("msa", "qsa", "indexer", "nsa", "seer", "lightning", "gdn", "kda")
 CUT = [name for name in LAYERS_OF if name != "states"]
 """Models whose cache can be cut."""
 AS_TRAINED = [name for name in LAYERS_OF if name != "seer"]
@@ -150,6 +171,9 @@ def save_model(folder: Path, shape: dict[str, Any], layers: list[dict[str, Any]]
     torch.manual_seed(3)
     for parameter in model.parameters():
         parameter.data = 0.3 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("feed_forward.bias"):
+            buffer.normal_(std=0.2)
     if (folder / "hf").exists():
         load_hf_weights(model, folder / "hf")
     with joined_world():
@@ -252,15 +276,27 @@ def test_eval_and_generate_read_the_folder(exported: Exported) -> None:
     torch.testing.assert_close(logits(load_on_this_machine(saved), PROMPTS[0]), expected, rtol=0, atol=1e-4)
 
 
-def loaded_here(folder: Path) -> Any:
-    """The model of an export in float64, by the package's own copy of the code."""
+def loaded_here(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """The model of an export, by the package's own copy of the code."""
     from transformers import AutoConfig
 
     from moba_train.tools.convert.remote_code import modeling_moba_train
 
     own = json.loads((folder / "config.json").read_text())["model_type"] == "moba_train"
     config = (modeling_moba_train.MobaConfig if own else AutoConfig).from_pretrained(folder)
-    return modeling_moba_train.MobaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).eval()
+    return modeling_moba_train.MobaForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("exported", ["experts"], indirect=True)
+def test_biases_of_the_choice_of_experts_stay_in_float32(exported: Exported, tmp_path: Path) -> None:
+    """Steps of 16 bits are larger than those by which training moves them."""
+    saved = open_checkpoint(exported.folder.parent / "run")
+    export_to_hf(saved, tmp_path / "out", torch.bfloat16, 2**30, with_code=True)
+    theirs = loaded_here(tmp_path / "out", torch.bfloat16).get_submodule("model.layers.0.mlp")
+    assert theirs.router.weight.dtype == torch.bfloat16
+    expected: Any = load_trained(saved, torch.device("cpu"), torch.float32).blocks[0].feed_forward
+    torch.testing.assert_close(theirs.bias, expected.bias, rtol=0, atol=0)
+    assert expected.bias.any()
 
 
 @pytest.mark.parametrize("exported", AS_TRAINED, indirect=True)
@@ -339,6 +375,12 @@ def test_what_the_code_cannot_do_is_refused_by_name(exported: Exported) -> None:
         assert message in exported.answers[name]
 
 
+def test_the_class_is_that_of_the_config(exported: Exported) -> None:
+    """transformers 5.17 loads no other."""
+    one, other = exported.answers["configs"]
+    assert one == other
+
+
 def test_only_what_needs_the_code_is_refused_without_trust(exported: Exported) -> None:
     """Programs that go by the architecture refuse it, and so does transformers: it would run another function."""
     config = json.loads((exported.folder / "config.json").read_text())
@@ -378,19 +420,25 @@ def test_the_lists_of_the_exporter_are_those_of_the_code() -> None:
 
 
 def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture of experts is one that only the code runs; its code knows all keys of the section."""
+    from moba_train.tools.convert.remote_code import experts_moba_train
+
     monkeypatch.setitem(LAYERS, "window", frozenset({"window"}))
     (problem,) = code_problems([WindowKind(WindowKind.Options(window=8, sinks=2), 8)], [])
     assert problem.startswith("option 'sinks' of kind 'window' is unknown")
     save_run(tmp_path, "qwen2", [{"kind": "moba_v05", "block_size": 16, "topk": 3}])
     saved = open_checkpoint(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="kind 'moba_v05' is not one of full, window, moba, msa, qsa"):
+    with pytest.raises(CheckpointError, match="kind 'moba_v05' is not one of full, window, moba, moba_window, msa"):
         export_to_hf(saved, tmp_path / "out", torch.float32, shard_bytes=40_000, with_code=True)
     assert not (tmp_path / "out").exists()
     model = saved.config.model.model_copy(update={"residual_scale": 0.5})
     assert hf_config(model, model.rope, 256, "float32", families=code_families(False))["model_type"] == "moba_train"
     moe = ModelConfig.model_validate(model.model_dump() | {"moe": {"experts": 4, "active": 2, "intermediate_size": 16}})
-    with pytest.raises(CheckpointError, match=r"model\.moe\.active.*: no Hugging Face architecture has"):
-        hf_config(moe, moe.rope, 256, "float32", families=code_families(False))
+    contents = hf_config(moe, moe.rope, 256, "float32", families=code_families(False))
+    experts = contents["moba"]["model"]["moe"]
+    assert (contents["model_type"], experts["layers"]) == ("moba_train", [*range(model.layers)])
+    assert experts.keys() == experts_moba_train.KEYS
+    assert experts["router"].keys() == experts_moba_train.ROUTER
 
 
 @pytest.mark.parametrize("residual_scale", [1.0, 0.5])

@@ -42,6 +42,7 @@ def answers(folder: str, prompts: list[torch.Tensor]) -> dict[str, Any]:
         found = {"ordinary": str(error)}
     model = load(folder)
     own = load(folder, moba_decode="own")
+    found["configs"] = type(model).config_class.__name__, type(model.config).__name__
     found["logits"] = model(long[None]).logits[0]
     for name in ("eager", "flex_attention"):
         found[name] = load(folder, attn_implementation=name)(long[None]).logits[0]

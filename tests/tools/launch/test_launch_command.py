@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import moba_train.attention.registry  # noqa: F401
 from moba_train.config.load import load_config, parse_config
 from moba_train.tools.cli import app
-from moba_train.tools.launch import kubernetes
+from moba_train.tools.launch import kubernetes, ray_nodes
 
 ROOT = Path(__file__).parents[3]
 RECIPE = "configs/recipes/short-then-long.yaml"
@@ -173,11 +173,52 @@ def test_manifests_keep_to_the_published_schemas(kind: str, name: str, module: s
     assert schema(name, module).from_dict(broken).to_dict() != broken
 
 
-@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+@pytest.mark.parametrize("kind", ["jobset", "trainjob", "rayjob"])
 def test_pods_train_the_recipe_with_everything_it_extends(kind: str) -> None:
     config_map, _ = manifests(kind)
     text = config_map["data"][kubernetes.RECIPE_FILE]
     assert parse_config(text, "recipe.yaml") == load_config(Path(RECIPE), ["run_dir=/data/runs/a"])
+
+
+def test_a_rayjob_has_all_nodes_as_pods_that_kubernetes_takes() -> None:
+    _, job = manifests("rayjob")
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 7  # the head trains as well
+    template = schema("IoK8sApiCoreV1PodTemplateSpec", "io_k8s_api_core_v1_pod_template_spec")
+    for group in (cluster["headGroupSpec"], workers):
+        assert template.from_dict(group["template"]).to_dict() == group["template"]
+        (container,) = group["template"]["spec"]["containers"]
+        given = {variable["name"]: variable["value"] for variable in container["env"]}
+        assert given == {"RESTARTS": "0", "RAY_JOB_STOP_WAIT_TIME_S": "600", "MOBA_TRAIN_STOPPED_CODE": "143"}
+    python, *arguments = shlex.split(job["spec"]["entrypoint"])
+    assert python == "python3"
+    assert arguments[:2] == ["-m", ray_nodes.__name__]
+    assert arguments[2:] == ["--nodes", "8", "--gpus", "8", "/etc/moba_train/recipe.yaml"]
+    (_, alone) = yaml.safe_load_all(launch("--k8s", "rayjob", *PODS))
+    assert alone["spec"]["rayClusterSpec"]["workerGroupSpecs"] == []
+
+
+@pytest.mark.skipif("MOBA_KUBERAY_CRD" not in os.environ, reason="MOBA_KUBERAY_CRD names KubeRay's ray.io_rayjobs.yaml")
+def test_a_rayjob_keeps_to_kuberays_schema() -> None:
+    definition = yaml.load(Path(os.environ["MOBA_KUBERAY_CRD"]).read_text(), yaml.CSafeLoader)
+    (version,) = [each for each in definition["spec"]["versions"] if each["name"] == "v1"]
+    expected = version["schema"]["openAPIV3Schema"]
+    expected["properties"]["metadata"] = {"required": ["name"], "properties": {"name": {}}}
+    _only_known_keys(expected)
+    _, job = manifests("rayjob")
+    jsonschema.validate(job, expected)
+    job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["container"] = []
+    with pytest.raises(jsonschema.ValidationError, match="'container' was unexpected"):
+        jsonschema.validate(job, expected)
+
+
+def _only_known_keys(schema: Any) -> None:
+    """Kubernetes drops keys that a schema does not have; jsonschema would take them."""
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _only_known_keys(part)
+    if isinstance(schema, dict) and isinstance(schema.get("properties"), dict):
+        schema["additionalProperties"] = schema.get("x-kubernetes-preserve-unknown-fields", False)
 
 
 def test_a_jobset_runs_multinode_on_each_node_and_starts_again_after_failures() -> None:

@@ -4,6 +4,7 @@
 - `window`: the last tokens before, and the first ones of the text (`sinks`).
 - `moba`: Mixture of Block Attention (Lu et al. 2025, arXiv:2502.13189): the query's own block and the earlier blocks
   whose mean keys fit it best; with `key_conv`, of convolved keys (FlashMoBA, Xiao et al. 2025, arXiv:2511.11571).
+- `moba_window`: this, and the blocks of a window before the own one.
 
 Kinds that select by other scores are in selectors_moba_train.py, kinds with a state in linear_moba_train.py. A kind is
 a module with its own parameters, or without any. Blocks are counted from each text's first token.
@@ -323,6 +324,7 @@ def _attend_from_many(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, bloc
 
 SHAPE: dict[str, Any] = {
     "qkv_bias": False,
+    "o_bias": False,
     "qk_norm": False,
     "norms": "pre",
     "centered_norms": False,
@@ -331,9 +333,11 @@ SHAPE: dict[str, Any] = {
     "attention_scale": None,
     "residual_scale": 1.0,
     "logits_divisor": 1.0,
+    "logits_cap": None,
     "sink_layers": [],
     "gate_layers": [],
     "output_gate": "channel",
+    "moe": None,
 }
 """Keys that `moba.model` of config.json may have, with the values of Llama, where it has none."""
 _PLAIN: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
@@ -434,23 +438,39 @@ class Moba(Kind):
         return super().attend_to_all(call)
 
     def forward(self, call: Call) -> Tensor:
-        dtype = wide(call.q.dtype)
-        block_size = self.options["block_size"]
-        pooled_BKdN = call.store.mean_keys(call, block_size).to(dtype).transpose(2, 3)
-        limits = torch.finfo(dtype)
+        options = self.options
+        always = frozenset(options.get("always", []))
+        block_size = options["block_size"]
+        local = 1 + options.get("window", 0) // block_size
+        choose = choose_by_means(call, block_size, options["topk"], options.get("select") == "group", always, local)
+        return attend_to_blocks(call, choose, block_size, width=call.k.shape[2] // block_size)
 
-        def choose(part: slice, positions_t1: Tensor, ids_N: Tensor) -> Tensor:
-            q_BKxd = call.q[:, :, part].detach().to(dtype).unflatten(1, (call.k.shape[1], -1)).flatten(2, 3)
-            scores_BKGtN = (q_BKxd @ pooled_BKdN).unflatten(2, (-1, len(positions_t1)))
-            group = self.options.get("select") == "group"
-            scores_BHtN = scores_BKGtN.sum(2) if group else scores_BKGtN.flatten(1, 2)
-            # A score that overflows stays below forced blocks and above what is no candidate.
-            scores_BHtN = F.pad(scores_BHtN.clamp(limits.min, limits.max), (0, len(ids_N) - scores_BHtN.shape[-1]))
-            own_t1 = positions_t1 // block_size
-            forced = {"current": ids_N == own_t1, "previous": ids_N == own_t1 - 1, "first": ids_N == 0}
-            named = {"current", *self.options.get("always", [])}
-            always_tN = functools.reduce(torch.logical_or, (forced[name] for name in named))
-            chosen_BHtN = best_blocks(scores_BHtN, ids_N < own_t1, self.options["topk"] - 1, always_tN)
-            return chosen_BHtN | (ids_N == own_t1)
 
-        return attend_to_blocks(call, choose, block_size, width=pooled_BKdN.shape[-1])
+class MobaWindow(Moba):
+    """Kind `moba_window`."""
+
+    OPTIONS = Moba.OPTIONS | {"window"}
+
+
+def choose_by_means(
+    call: Call, block_size: int, topk: int, group: bool, always: frozenset[str], local: int = 1
+) -> Choose:
+    """MoBA's gate: the last `local` blocks up to the query's own, and `topk` - 1 of those before, first the ones that
+    `always` names. group: the heads of a key/value head choose together."""
+    dtype = wide(call.q.dtype)
+    pooled_BKdN = call.store.mean_keys(call, block_size).to(dtype).transpose(2, 3)
+    limits = torch.finfo(dtype)
+
+    def choose(part: slice, positions_t1: Tensor, ids_N: Tensor) -> Tensor:
+        q_BKxd = call.q[:, :, part].detach().to(dtype).unflatten(1, (call.k.shape[1], -1)).flatten(2, 3)
+        scores_BKGtN = (q_BKxd @ pooled_BKdN).unflatten(2, (-1, len(positions_t1)))
+        scores_BHtN = scores_BKGtN.sum(2) if group else scores_BKGtN.flatten(1, 2)
+        # A score that overflows stays below forced blocks and above what is no candidate.
+        scores_BHtN = F.pad(scores_BHtN.clamp(limits.min, limits.max), (0, len(ids_N) - scores_BHtN.shape[-1]))
+        own_t1 = positions_t1 // block_size
+        forced = {"current": ids_N == own_t1, "previous": ids_N == own_t1 - 1, "first": ids_N == 0}
+        always_tN = functools.reduce(torch.logical_or, (forced[name] for name in {"current", *always}))
+        local_tN = (own_t1 - local < ids_N) & (ids_N <= own_t1)
+        return best_blocks(scores_BHtN, ids_N <= own_t1 - local, topk - 1, always_tN) | local_tN
+
+    return choose

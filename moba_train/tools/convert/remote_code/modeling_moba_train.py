@@ -24,16 +24,34 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, StaticCache
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    StaticCache,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .attention_moba_train import Call, Kind, Moba, New, Rotary, Window, load_kernels, norm_of, shape_of
+from .attention_moba_train import Call, Kind, Moba, MobaWindow, New, Rotary, Window, load_kernels, norm_of, shape_of
 from .cache_moba_train import BlockCacheLayer, Kept, StaticBlockCacheLayer, Text, Texts
+from .experts_moba_train import MixtureOfExperts
 from .linear_moba_train import KINDS as LINEAR
 from .nsa_moba_train import KINDS as NSA
 from .selectors_moba_train import KINDS as SELECTORS
 
-KINDS: dict[str, type[Kind]] = {"full": Kind, "window": Window, "moba": Moba, **SELECTORS, **NSA, **LINEAR}
+KINDS: dict[str, type[Kind]] = {
+    "full": Kind,
+    "window": Window,
+    "moba": Moba,
+    "moba_window": MobaWindow,
+    **SELECTORS,
+    **NSA,
+    **LINEAR,
+}
 ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "fraction"})
 """Keys of a rotary embedding."""
 ROPES = ("none", "abf", "pi", "yarn", "llama3", "nope")
@@ -155,7 +173,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(hidden, heads * d, bias=bias)
         self.k_proj = nn.Linear(hidden, kv_heads * d, bias=bias)
         self.v_proj = nn.Linear(hidden, kv_heads * d, bias=bias)
-        self.o_proj = nn.Linear(heads * d, hidden, bias=False)
+        self.o_proj = nn.Linear(heads * d, hidden, bias=shape["o_bias"])
         self.norms_all_heads = shape["qk_norm"] == "all_heads"
         together = (heads, kv_heads) if self.norms_all_heads else (1, 1)
         norms = [norm_of(config, number * d) if shape["qk_norm"] else nn.Identity() for number in together]
@@ -229,9 +247,23 @@ GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Functions of the two projections of a feed-forward, by `activation`."""
 
 
+class FeedForward(nn.Module):
+    """Gated linear unit (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        widths = config.hidden_size, config.intermediate_size
+        self.gate_proj, self.up_proj = (nn.Linear(*widths, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(*widths[::-1], bias=False)
+        self.hidden = GATED[shape_of(config)["activation"]]
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out_BTD: Tensor = self.down_proj(self.hidden(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
+        return out_BTD
+
+
 class Block(nn.Module):
-    """Attention and a gated feed-forward (Shazeer 2020, arXiv:2002.05202), each between norms and added to its
-    input."""
+    """Attention and a feed-forward, each between norms and added to its input."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
@@ -244,30 +276,28 @@ class Block(nn.Module):
         self.self_attn = Attention(config, layer)
         self.attention_post_norm = norm("post")
         self.post_attention_layernorm = norm("pre")
-        widths = config.hidden_size, config.intermediate_size
-        self.mlp = nn.ModuleDict({name: nn.Linear(*widths, bias=False) for name in ("gate_proj", "up_proj")})
-        self.mlp["down_proj"] = nn.Linear(*widths[::-1], bias=False)
+        has_experts = shape["moe"] is not None and layer in shape["moe"]["layers"]
+        self.mlp = MixtureOfExperts(config, shape["moe"]) if has_experts else FeedForward(config)
         self.feed_forward_post_norm = norm("post")
-        self.hidden = GATED[shape["activation"]]
         self.scale = shape["residual_scale"]
 
     def forward(self, x_BTD: Tensor, rotate: Rotary, texts: Texts, cache: Any) -> Tensor:
         update_BTD = self.self_attn(self.input_layernorm(x_BTD), rotate, texts, cache)
         x_BTD = x_BTD + self.scale * self.attention_post_norm(update_BTD)
-        normed = self.post_attention_layernorm(x_BTD)
-        hidden = self.hidden(self.mlp["gate_proj"](normed), self.mlp["up_proj"](normed))
-        return x_BTD + self.scale * self.feed_forward_post_norm(self.mlp["down_proj"](hidden))
+        update_BTD = self.mlp(self.post_attention_layernorm(x_BTD))
+        return x_BTD + self.scale * self.feed_forward_post_norm(update_BTD)
 
 
 class MobaForCausalLM(PreTrainedModel, GenerationMixin):
     """The language model."""
 
-    config_class = MobaConfig
+    config_class: Any = MobaConfig
     base_model_prefix = "model"
     _no_split_modules = ["Block"]
     _supports_sdpa = True
     _supports_flex_attn = True
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _keep_in_fp32_modules_strict = ["mlp.bias"]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -279,6 +309,7 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"moba.layers: {len(entries)} given, {config.num_hidden_layers} needed")
         shape = shape_of(config)
         self.embedding_scale, self.logits_divisor = shape["embedding_scale"], shape["logits_divisor"]
+        self.logits_cap = shape["logits_cap"]
         self.ropes = [rope_of(config, layer) for layer in range(len(entries))]
         # generate then refuses what would cut the cache.
         self._is_stateful = any(KINDS[entry["kind"]].keeps_state for entry in entries if entry.get("kind") in KINDS)
@@ -354,5 +385,26 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
             x_BTD = block(x_BTD, rotate, texts, cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(self.model["norm"](x_BTD[:, kept])) / self.logits_divisor
+        if self.logits_cap is not None:
+            logits = self.logits_cap * (logits / self.logits_cap).tanh()
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})
+
+
+# transformers before 5.24 loads a class only for the config that it names.
+class MobaLlamaForCausalLM(MobaForCausalLM):
+    """The language model for an ordinary Llama's config."""
+
+    config_class = LlamaConfig
+
+
+class MobaQwen2ForCausalLM(MobaForCausalLM):
+    """The language model for an ordinary Qwen2's config."""
+
+    config_class = Qwen2Config
+
+
+class MobaQwen3ForCausalLM(MobaForCausalLM):
+    """The language model for an ordinary Qwen3's config."""
+
+    config_class = Qwen3Config

@@ -1,0 +1,232 @@
+"""Evaluations by tasks with right answers: scores by task and length, of one forward pass or of generated answers."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+from pydantic import Field
+
+from moba_train.config.base import MOST_SAMPLES, format_count
+from moba_train.config.explain import did_you_mean
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
+from moba_train.tools.needle.answers import Question, generated_answers, predicted_answers, share
+from moba_train.tools.needle.full_answers import answer_modes, answer_problems
+from moba_train.tools.needle.haystack import QuestionTokenizer, length_problems, stage_lengths
+from moba_train.tools.needle.options import ANSWER, AnswersConfig
+
+TEACHER_FORCED, GENERATED = "teacher_forced", "generated"
+SHOWN = 200
+"""Characters of a generated answer that results show."""
+
+
+class TasksConfig(AnswersConfig):
+    """Keys of evaluations by tasks."""
+
+    tasks: list[str]
+    samples: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of each task and length")
+    scoring: Literal["teacher_forced", "generated"]
+    answer: Literal["own", "full"] = ANSWER
+
+
+AnyTasks = TypeVar("AnyTasks", bound=TasksConfig)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question of a task, as tokens, and the score of an answer in words."""
+
+    question: Question
+    references: list[str]
+    most_tokens: int
+    """Tokens of a generated answer, at most."""
+    score: Callable[[str, Sequence[str]], float]
+    """Score, 0 to 1, of a generated answer by the references."""
+
+
+class TaskTexts(Protocol):
+    """Samples of tasks, by task and length in tokens. Equal on every rank."""
+
+    @property
+    def tokenizer(self) -> QuestionTokenizer:
+        """Tokenizer of the questions."""
+
+    def fits(self, task: str, length: int) -> bool:
+        """True if the shortest sample of a task fits."""
+
+    def check(self, task: str, length: int) -> None:
+        """Raise DataError when it does not."""
+
+    def questions(self, task: str, length: int) -> list[Prompt]:
+        """All samples of a task, of at most `length` tokens each."""
+
+
+class TaskScores(Evaluation[AnyTasks]):
+    """Mean score over the lengths, of each task (`NAME_TASK`) and of all tasks (`NAME`)."""
+
+    def __init__(self, options: AnyTasks, setting: EvaluationSetting) -> None:
+        self.every = options.every or setting.every
+        self.compare_with_full = options.attention == "both"
+        self._options = options
+        self._tasks = list(dict.fromkeys(options.tasks))
+        self._trained_length = setting.trained_length
+        self._texts = self.texts(options, setting)
+        self._lengths = stage_lengths(options, setting.stage)
+        if options.lengths is None:
+            self._lengths = [
+                length for length in self._lengths if all(self._texts.fits(task, length) for task in self._tasks)
+            ]
+        if not self._lengths:
+            seq_len = setting.stage.seq_len
+            self.missing = f"{self.key}.lengths: none is at most seq_len {seq_len} and holds every task"
+
+    @classmethod
+    @abstractmethod
+    def texts(cls, options: AnyTasks, setting: EvaluationSetting) -> TaskTexts:
+        """Samples of the tasks. Raises DataError for what cannot be read."""
+
+    @classmethod
+    @abstractmethod
+    def known_tasks(cls) -> Sequence[str]:
+        """Names of the tasks that are made here."""
+
+    @classmethod
+    def label(cls, task: str) -> str:
+        """Name of a task in numbers and tables."""
+        return task
+
+    @classmethod
+    def problems(cls, options: AnyTasks, setting: EvaluationSetting) -> Iterator[str]:
+        """Unknown tasks, no tokenizer, lengths that no stage has, and numbers of tasks that do not run."""
+        yield from length_problems(options, setting, cls.key)
+        yield from answer_problems(options.answer, setting, cls.key)
+        known = cls.known_tasks()
+        for task in options.tasks:
+            if cls.label(task) == task and task not in known:
+                hint = did_you_mean(task, known)
+                yield f"{cls.key}.tasks: given {task!r}{hint}; allowed: {', '.join(known)}"
+        if options.scoring == GENERATED and setting.tp > 1:
+            yield (
+                f"{cls.key}.scoring: given {GENERATED!r}, which parallel.tp {setting.tp} cannot do; allowed: "
+                f"{TEACHER_FORCED}"
+            )
+        until = setting.stage.until
+        for metric in until.metrics if until else ():
+            task = metric.removeprefix(f"{cls.name}_")
+            if task in known and task != metric and task not in options.tasks:
+                key = f"stages[{setting.stage.index}].until.metric"
+                yield f"{key}: {metric} is not evaluated; add {task} to {cls.key}.tasks"
+
+    @classmethod
+    def pipeline_problem(cls, options: AnyTasks) -> tuple[str, str] | None:
+        """Generation, and answers with full attention."""
+        if options.answer == "full":
+            return f"{cls.key}.answer: given 'full'", "set it to own"
+        generates = options.scoring == GENERATED
+        return (f"{cls.key}.scoring: given {GENERATED!r}", f"set it to {TEACHER_FORCED}") if generates else None
+
+    @classmethod
+    def data_problems(cls, options: AnyTasks, setting: EvaluationSetting) -> Iterator[str]:
+        """No given length that the stage has."""
+        if not stage_lengths(options, setting.stage):
+            seq_len = setting.stage.seq_len
+            yield f"{cls.key}.lengths has none of at most seq_len {seq_len}; add one, or set extrapolate: true"
+
+    @classmethod
+    def check_samples(cls, options: AnyTasks, setting: EvaluationSetting) -> None:
+        """Raise DataError for lengths that a task does not fit in, and for files and texts that do not give it."""
+        made = cls(options, setting)
+        for task in made._tasks:
+            for length in made._lengths:
+                made._texts.check(task, length)
+
+    def run(self, context: EvaluationContext) -> EvaluationResult:
+        """`NAME` and `NAME_TASK` with the own attention."""
+        options = self._options
+        asked = {
+            self.label(task): {length: self._texts.questions(task, length) for length in self._lengths}
+            for task in self._tasks
+        }
+        first_answers: dict[str, dict[str, list[str]]] = {}
+        scores: dict[str, dict[str, dict[str, list[float]]]] = {}
+        for name, in_full in answer_modes(context, options.answer):
+            scores[name] = {TEACHER_FORCED: self._teacher_forced(context, asked, name, in_full)}
+            if options.scoring == GENERATED:
+                scores[name][GENERATED], first_answers[name] = self._generated(context, asked, name, in_full)
+        means = {name: self._means(found[options.scoring]) for name, found in scores.items()}
+        numbers = means[context.own]
+        message = f"{self.name} {numbers[self.name]:.3f} with {context.own} attention"
+        if "full" in means and context.own != "full":
+            message += f", {means['full'][self.name]:.3f} with full attention on the same weights"
+        message += f" ({options.scoring})"
+        data = {
+            "attention": context.own,
+            "scoring": options.scoring,
+            "trained_length": self._trained_length,
+            "lengths": self._lengths,
+            "tasks": [*asked],
+            "samples": options.samples,
+            "seed": options.seed,
+            "scores": scores,
+        } | ({"first_answers": first_answers} if first_answers else {})
+        table = [line for name, found in scores.items() for line in self._table(name, found)]
+        counts = sorted({len(prompts) for by_length in asked.values() for prompts in by_length.values()})
+        samples = f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples of each task and length, "
+        samples += f"seed {options.seed}"
+        table.append(f"{samples}; trained on {self._trained_length} tokens")
+        return EvaluationResult(numbers, message, [*table, message], data)
+
+    def _teacher_forced(
+        self, context: EvaluationContext, asked: Mapping[str, Mapping[int, list[Prompt]]], name: str, in_full: bool
+    ) -> dict[str, list[float]]:
+        """Share of the references whose every token is the most likely one given the right ones before it, with the
+        model's present attention, or `in_full`: with full attention for the answers; for each task, a list by length.
+        """
+        found: dict[str, list[float]] = {task: [] for task in asked}
+        for task, by_length in asked.items():
+            for length, prompts in by_length.items():
+                questions = [prompt.question for prompt in prompts]
+                predicted = predicted_answers(context, questions, length, _loop(task, name, length), None, in_full)
+                right = [share(q.right(tokens)) for q, tokens in zip(questions, predicted, strict=True)]
+                found[task].append(sum(right) / len(right))
+        return found
+
+    def _generated(
+        self, context: EvaluationContext, asked: Mapping[str, Mapping[int, list[Prompt]]], name: str, in_full: bool
+    ) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
+        """Scores of generated answers, as `_teacher_forced`, and the beginning of the first answer of each length."""
+        found: dict[str, list[float]] = {task: [] for task in asked}
+        shown: dict[str, list[str]] = {task: [] for task in asked}
+        tokenizer = self._texts.tokenizer
+        for task, by_length in asked.items():
+            for length, prompts in by_length.items():
+                most = max(prompt.most_tokens for prompt in prompts)
+                questions = [prompt.question for prompt in prompts]
+                loop = f"{_loop(task, name, length)}, generated"
+                answers = generated_answers(context, questions, most, tokenizer, loop, in_full, tokenizer.ends)
+                texts = [
+                    tokenizer.decode(answer[: prompt.most_tokens])
+                    for answer, prompt in zip(answers, prompts, strict=True)
+                ]
+                scores = [prompt.score(text, prompt.references) for text, prompt in zip(texts, prompts, strict=True)]
+                found[task].append(sum(scores) / len(scores))
+                shown[task].append(texts[0][:SHOWN])
+        return found, shown
+
+    def _means(self, scores: Mapping[str, list[float]]) -> dict[str, float]:
+        """Numbers of the evaluation."""
+        tasks = {f"{self.name}_{task}": sum(values) / len(values) for task, values in scores.items()}
+        return {self.name: sum(tasks.values()) / len(tasks), **tasks}
+
+    def _table(self, name: str, scores: Mapping[str, Mapping[str, list[float]]]) -> Iterator[str]:
+        """A line for each task, a column for each length."""
+        for scoring, by_task in scores.items():
+            columns = "".join(f"{format_count(length, 1024):>8}" for length in self._lengths)
+            yield f"{f'{name}, {scoring}':<32}{columns}"
+            for task, values in by_task.items():
+                yield f"{task:<32}" + "".join(f"{value:>8.2f}" for value in values)
+
+
+def _loop(task: str, name: str, length: int) -> str:
+    """A loop's name for people."""
+    return f"{task}, {name}, {format_count(length, 1024)}"

@@ -1,0 +1,69 @@
+"""`moba-train env` says which kernels run, and which torch has faster ones."""
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from moba_train.attention.kernels import table
+from moba_train.attention.kernels.table import Machine
+from moba_train.tools.environment import BEST_PAIR, print_kernels
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def warned_of_nothing_yet() -> Iterator[None]:
+    table._warn_of_slower.cache_clear()
+    yield
+    table._warn_of_slower.cache_clear()
+
+
+def printed(machine: Machine) -> str:
+    console = Console(file=io.StringIO(), markup=False, width=1000)
+    print_kernels(console, machine)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("machine", "forward", "backward", "notes"),
+    [
+        (Machine("cuda", (9, 0), BEST_PAIR[1]), "hopper/blocks_from_512_forward", "hopper/blocks_256", []),
+        (
+            Machine("cuda", (9, 0), "3.7.1"),
+            "triton/blocks_from_144_forward",
+            "triton/blocks_from_144_dq",
+            ["Triton 3.7.1 is installed, but", f"pip install torch=={BEST_PAIR[0]}, which brings"],
+        ),
+        (
+            Machine("cuda", (12, 0), "3.7.1"),
+            "triton/blocks_from_144_forward",
+            "triton/blocks_from_144_dq",
+            ["compute capability (12, 0), the fastest kernels are for (9, 0)"],
+        ),
+        (Machine("cuda", (9, 0), None), "composed, on", "composed, on", [f"pip install torch=={BEST_PAIR[0]}"]),
+    ],
+)
+def test_the_kernels_of_a_gpu_and_the_torch_that_has_faster_ones(
+    machine: Machine, forward: str, backward: str, notes: list[str]
+) -> None:
+    packages = frozenset({"torch's FlashAttention-2"})
+    text = printed(Machine(machine.device, machine.capability, machine.triton, packages=packages))
+    assert re.search(rf"│ 512 +│ {forward}.* │ {backward}", text), text
+    told = text.partition("┘")[2].strip().splitlines()
+    assert len(told) == len(notes), told
+    for line, note in zip(told, notes, strict=True):
+        assert line.startswith(note)
+
+
+def test_without_a_gpu_the_reference_runs() -> None:
+    assert printed(Machine("cpu")) == "attention to blocks: reference, on cpu\n"
+
+
+def test_the_best_pair_is_that_of_the_lock_for_gpus() -> None:
+    lock = (ROOT / "launch" / "gpu.lock").read_text()
+    assert all(f"\n{name}=={version} " in lock for name, version in zip(("torch", "triton"), BEST_PAIR, strict=True))
