@@ -223,12 +223,12 @@ def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:
     stay full, with the numbers beside them; tokens that full attention trains on in the sparse arm's seconds."""
     folder = output / "recipes"
     file = folder / recipes.CALIBRATED
-    if step.name.startswith("train sparse") and file.read_text() == guesses[recipes.CALIBRATED]:
+    if step.name.startswith("train sparse") and file.read_text() == guesses.get(recipes.CALIBRATED):
         found = read_json(output / "calibration" / "evaluation.json")["full_layers"]
         lines = ["# Layers that stay full, chosen by measurement.", *found["yaml"]]
         write_atomically(file, "\n".join(lines) + "\n")
     file = folder / recipes.EQUAL_SECONDS
-    if step.name.startswith("train equal-seconds") and file.read_text() == guesses[recipes.EQUAL_SECONDS]:
+    if step.name.startswith("train equal-seconds") and file.read_text() == guesses.get(recipes.EQUAL_SECONDS):
         full, sparse = (training(output / "runs" / f"{arm}-1" / "metrics.jsonl") for arm in ("full", "sparse"))
         values = parse_yaml(file.read_text(), str(file))
         tokens = full["tokens"] * sparse["train_s"] / full["train_s"]

@@ -17,7 +17,7 @@ import torch
 from benchmarks.trainer_run import is_running
 from moba_train.errors import UserError
 from moba_train.output_files import write_atomically
-from moba_train.tools.sparsify import steps
+from moba_train.tools.sparsify import recipes, steps
 from moba_train.tools.sparsify.places import Place, places
 from moba_train.tools.sparsify.steps import SECONDS, Step, run_steps
 from tests.forked import forked
@@ -111,6 +111,17 @@ def test_an_export_whose_process_was_killed_is_a_failure(tmp_path: Path) -> None
 
     with pytest.raises(UserError, match="the step 'export' was killed"):
         run_steps([step(tmp_path, "export")], {}, tmp_path, subprocess.call, print, [Killed()])
+
+
+def test_recipes_without_guesses_stay_as_they_are(tmp_path: Path) -> None:
+    """As of a further seed that is trained with its ablations."""
+    recipe = tmp_path / "recipes" / recipes.CALIBRATED
+    recipe.parent.mkdir()
+    recipe.write_text("measured\n")
+    todo = [Step("train sparse 2", ["train", "sparse.yaml"], tmp_path / "runs" / "sparse-2")]
+    with pytest.raises(UserError, match="the step 'train sparse 2' ended with status 9"):
+        run_steps(todo, {}, tmp_path, lambda words: 9, print)
+    assert recipe.read_text() == "measured\n"
 
 
 def test_processes_have_gpus_of_their_own_and_write_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
