@@ -82,7 +82,7 @@ def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, An
         frozen = own | {"train_gate": False}
         found["frozen-scorer"] = [f"attention.{kind}.train_gate=false", *in_groups(kind, frozen)]
         for name, other in (("qsa", 4), ("seer", 64)):
-            section = {"block_size": other, "topk": budget // other}
+            section = {"block_size": other, "topk": budget // other, "kl_weight": own["kl_weight"]}
             warmup = recipe["stages"][0] | {
                 "attention": {name: {"mode": "warmup"}, "by_group": {"mode": "warmup"}},
                 "trainable": [f"*.attention.*{name}.*"],

@@ -11,12 +11,12 @@ group, d head width.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Field, ValidationError, WithJsonSchema, model_validator
 from torch import Tensor, nn
 
 from moba_train.attention.engine import Engine
@@ -28,19 +28,22 @@ from moba_train.attention.kind import (
     MicroBatch,
     StageContext,
     TokenBytes,
+    TwoSublayers,
 )
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import LocalAttention
-from moba_train.attention.shard import Shard, ShardPlace, own_rows, padded
+from moba_train.attention.shard import Shard, ShardPlace, attends_to_all, own_rows, padded
 from moba_train.config.base import Section
+from moba_train.config.explain import explain
 from moba_train.config.model import ModelConfig
 from moba_train.registry import ATTENTION_KINDS
 
 
 def can_be_part(kind: Any) -> bool:
-    """True for kinds that attend by softmax to keys: full attention, windows, and what selects blocks."""
-    fields = kind.Options.model_fields
-    return kind.name in ("full", "window") or {"block_size", "topk"} <= fields.keys()
+    """True for kinds that attend by softmax to keys: full attention, windows, and what selects blocks. None that has a
+    second sublayer: that is of all heads."""
+    selects = {"block_size", "topk"} <= kind.Options.model_fields.keys()
+    return kind.name in ("full", "window") or (selects and not issubclass(kind, TwoSublayers))
 
 
 class Part(Section):
@@ -62,17 +65,46 @@ class Part(Section):
             raise ValueError(f"kind: given {name}; allowed: {', '.join(allowed)}")
         options = given.get("options", {})
         if not isinstance(options, Section):
-            options = kind.Options.model_validate(options)
+            try:
+                options = kind.Options.model_validate(options)
+            except ValidationError as error:
+                found = (f"options.{problem}" for problem in explain(error, kind.Options))
+                raise ValueError("; ".join(found).replace("options.the recipe:", "options:")) from None
         return {**given, "options": options}
 
 
+class _PartStates(MutableMapping[str, Tensor]):
+    """A part's states while tokens are generated: those of the layer whose names begin with the part's."""
+
+    def __init__(self, states: MutableMapping[str, Tensor], name: str) -> None:
+        self._states = states
+        self._prefix = f"{name}."
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._states[self._prefix + name]
+
+    def __setitem__(self, name: str, states_Bx: Tensor) -> None:
+        self._states[self._prefix + name] = states_Bx
+
+    def __delitem__(self, name: str) -> None:
+        del self._states[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in self._states if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class _PartShard(Shard):
-    """A part's shard: what it gathers has names of its own."""
+    """A part's shard: what it gathers and its states have names of their own."""
 
     def __init__(self, shard: Shard, name: str) -> None:
         self._shard = shard
         self._name = name
-        self.generation = shard.generation
+        self.generation = given = shard.generation
+        if given is not None:
+            self.generation = given._replace(states=_PartStates(given.states, name))
 
     @property
     def layout(self) -> Layout:
@@ -97,9 +129,10 @@ class _PartShard(Shard):
 class _PartEngine(Engine):
     """A part's engine: it gathers keys and attends by itself, as an engine exchanges the keys of a whole layer."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, full: LocalAttention) -> None:
         self._engine = engine
         self._name = name
+        self._full = full
         self.observers = engine.observers
 
     def __call__(
@@ -107,6 +140,8 @@ class _PartEngine(Engine):
     ) -> tuple[Tensor, Tensor]:
         assert not sink, "no kind that takes sinks is given one here"
         shard = self.shard(layout)
+        if attends_to_all(shard) and attention.facts.decodes_full:
+            attention = self._full
         k_TKD, v_TKD = (shard.gather(name, own_rows(x, shard)) for name, x in (("k", k_LKD), ("v", v_LKD)))
         out_nHD, lse_Hn = shard.attend(own_rows(q_LHD, shard), k_TKD, v_TKD, attention)
         return padded(out_nHD, len(q_LHD)), F.pad(lse_Hn, (0, len(q_LHD) - len(out_nHD)))
@@ -168,6 +203,7 @@ class ByGroupKind(AttentionKind):
         self._named = {part.kind: part.groups for part in options.parts}
         self._kinds = {part.kind: _kind_of(part, head_dim) for part in options.complete(0)}
         self._kinds.setdefault("full", ATTENTION_KINDS["full"](ATTENTION_KINDS["full"].Options(), head_dim))
+        self._full = self._kinds["full"].attentions
         facts = [kind.facts for kind in self._kinds.values()]
         self.facts = KindFacts(
             not_exported=frozenset(),
@@ -223,7 +259,7 @@ class ByGroupKind(AttentionKind):
                 q_THd=q_TGd,
                 k_TKd=layer.k_TKd[:, groups],
                 v_TKd=layer.v_TKd[:, groups],
-                engine=_PartEngine(layer.engine, kind),
+                engine=_PartEngine(layer.engine, kind, *self._full),
                 sink=(),
             )
             assert parameters is None or isinstance(parameters, nn.ModuleDict)

@@ -172,6 +172,9 @@ class OracleCosts(KindCosts):
         return super().flops(lengths) + 4.0 * self.model.heads * self.model.head_width * full_pairs(lengths)
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        """Keys and values are gathered; gradients of them are summed in float32."""
+        """Keys and values are gathered, of the whole sequence, and then are there once for each that selects, as are
+        their gradients; in a group these are summed in float32."""
         width = self.model.kv_heads * self.model.head_width
-        return TokenBytes(gathered=2 * batch.width * width, workspace=2 * 4 * width)
+        by_head = 4 * batch.width * self.model.heads * self.model.head_width
+        workspace = batch.cp * (by_head if self.kind.ideal.options.select == "head" else 2 * 4 * width)
+        return TokenBytes(gathered=2 * batch.width * width, workspace=workspace)

@@ -11,6 +11,7 @@ from torch import Tensor
 from moba_train.attention.kind import MicroBatch, StageContext
 from moba_train.attention.registry import KINDS
 from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.tools.inference.cache import CachedAttention, CachePlan
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
@@ -29,10 +30,12 @@ WIDE = MODEL.model_copy(update={"heads": 6, "kv_heads": 3})
 BLOCKS = {"block_size": 4, "topk": 3}
 SPARSE = {"kind": "moba", "options": BLOCKS}
 GATED = {"kind": "msa", "options": BLOCKS}
+CONVOLVED = {"kind": "moba", "options": BLOCKS | {"key_conv": 3}}
 NEAR = {"kind": "window", "options": {"window": 5, "sinks": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "moba and full": {"parts": [SPARSE | {"groups": [1]}]},
     "msa and a window": {"parts": [NEAR | {"groups": [1]}, GATED | {"groups": [0]}]},
+    "key convolutions": {"parts": [CONVOLVED | {"groups": [1]}, CONVOLVED | {"kind": "moba_v1", "groups": [0]}]},
     "msa in its warm-up": {"parts": [GATED | {"groups": [0]}], "mode": "warmup"},
 }
 each = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
@@ -51,7 +54,7 @@ def apart(layer: Layer) -> list[Tensor]:
         alone = layer.with_inputs(
             inputs,
             kind=KINDS[part.kind](part.options, layer.model.head_width),
-            parameters=layer.parameters[part.kind] if part.kind == "msa" else None,
+            parameters=layer.parameters[part.kind] if part.kind in (layer.parameters or {}) else None,
             model=layer.model.model_copy(update=sizes),
         )
         outputs = run_layer(alone)
@@ -80,9 +83,23 @@ def test_documents_are_independent(options: dict[str, Any]) -> None:
     assert_documents_are_independent("by_group", options, LENGTHS)
 
 
-@pytest.mark.parametrize("case", ["moba and full", "msa and a window"])
+@pytest.mark.parametrize("case", ["moba and full", "msa and a window", "key convolutions"])
 def test_new_tokens_are_decoded_as_trained(case: str) -> None:
     assert_decodes_like_training("by_group", CASES[case], prompts=(13, 5), steps=4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["moba", "msa"])
+def test_new_tokens_attend_to_all_keys_if_they_are_to(kind: str) -> None:
+    layer = make_layer("by_group", {"parts": [{"kind": kind, "groups": [1], "options": BLOCKS}]}, [27])
+    full = layer.with_inputs(layer.inputs(), kind=KINDS["full"](KINDS["full"].Options(), MODEL.head_width))
+    plan = CachePlan([27], torch.device("cpu"))
+    engine = CachedAttention(plan, "full")
+    plan.read(0, 26)
+    run_layer(layer.with_inputs((x[:26] for x in layer.inputs()), layout=plan.layout), engine)
+    plan.decode([0])
+    new = layer.with_inputs((x[26:] for x in layer.inputs()), layout=plan.layout)
+    torch.testing.assert_close(run_layer(new, engine)[0], run_layer(full)[0][26:], rtol=0, atol=1e-12)
 
 
 def grouped(run: Run) -> Run:
@@ -136,7 +153,9 @@ def test_costs_are_those_of_the_parts() -> None:
         ([SPARSE | {"groups": [0]}, SPARSE | {"groups": [1]}], "parts: given kind moba more than once"),
         ([SPARSE | {"groups": [0, 0]}], "parts: given group 0 more than once"),
         ([{"kind": "lightning", "groups": [0]}], "kind: given lightning; allowed: full, .*msa"),
-        ([{"kind": "moba", "groups": [0], "options": {"topks": 3}}], "topks"),
+        ([{"kind": "moba_v05", "groups": [0]}], "kind: given moba_v05; allowed: full, moba, .*window"),
+        ([{"kind": "moba", "groups": [0], "options": {"topks": 3}}], r"options\.topks: unknown key .*topk"),
+        ([{"kind": "moba", "groups": [0], "options": None}], "options: given null; allowed: a section with .*topk"),
     ],
 )
 def test_parts_that_contradict_each_other_are_refused(parts: list[dict[str, Any]], problem: str) -> None:

@@ -66,6 +66,10 @@ def _start_exchange(x_nD: Tensor, arriving_E: Tensor, sizes: Tensor, group: str)
     expert here end, int32."""
     sent, received = sizes.tolist()
     rows = sum(received)
+    # A compiled backward pass that recomputes this may need the order alone, as of frozen experts whose products are
+    # kept. Such transfers, and the memory that they hold, would pile up.
+    while _works:
+        _works.popitem()[1].wait()
     out_mD = x_nD.new_empty(rows, x_nD.shape[1])
     work = dist.all_to_all_single(out_mD, x_nD.contiguous(), received, sent, group=_groups[group], async_op=True)
     _works[out_mD.data_ptr()] = work

@@ -41,6 +41,10 @@ _FEWEST_STEPS = 64
 """Steps of a run at least, with smaller batches if there are few tokens."""
 _WARMUP_LR = 1e-3
 """Learning rate of a scorer that learns alone, as in configs/recipes/distill-msa.yaml."""
+_LEARNS = {"kl_weight": 0.1}
+"""Options of a kind with a scorer. AdamW's steps hardly depend on the factor, but all gradients are clipped together:
+with 1 the scorer's norm was 5.4 in SmolLM2-135M, the model's about 0.3, and the model's spikes were not cut
+(benchmarks/measured/sparsify.md)."""
 _BUCKETS = 16
 """Parts of a sequence whose losses are measured apart."""
 _BASE_POWER = 5 / 3
@@ -160,6 +164,8 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     own: dict[str, Any] = {"block_size": size, "topk": topk}
     if request.kind == "moba":
         own |= {"select": "group", "always": forced(topk)}
+    if warms_up(request.kind):
+        own |= _LEARNS
     teacher = "full_and_windows" if "overrides" in source.attention else "full"
     sparse_stages = [stage("sparse", rest - warmup, distill={"teacher": teacher, "weight": 0.5})]
     if warmup:
@@ -320,7 +326,7 @@ def _evaluation(request: Request, source: Source, size: int, topk: int) -> dict[
     few = asked | {"samples": 1, "depths": [10, 50, 90]}  # the ideal selection takes seconds a sequence
     probe = few | {"lengths": [length], "by": "needle", "groups": False}
     if warms_up(request.kind):  # the ideal selection, a slow one, stands for it
-        stands_for = {"kind": request.kind, "options": {"block_size": size, "topk": topk}}
+        stands_for = {"kind": request.kind, "options": {"block_size": size, "topk": topk, **_LEARNS}}
         probe |= {"switch": ["sparse"], "stands_for": stands_for}
     bucket = length // _BUCKETS
     return {

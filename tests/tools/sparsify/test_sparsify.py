@@ -110,6 +110,10 @@ def test_the_sparse_arm_keeps_the_calibrated_layers_full_and_distils(made: Path)
     warmup, sparse = config.stages
     assert warmup.trainable == ["*.attention.*msa.*"]
     assert sparse.objectives.keys() == {"distill"}
+    # One norm clips all gradients: the scorer's, of some nats in each layer, must not fill it.
+    options = [layer.options.model_dump() for layer in resolve(config, WorldSize(1, 1)).stages[-1].attention]
+    weights = [one["kl_weight"] for one in options if "kl_weight" in one]
+    assert weights == [0.1] * (config.model.layers - len(chosen))
     assert config.model.rope.theta == load_config(made / "runs" / "extend" / "config.yaml").stages[0].rope.theta  # type: ignore[union-attr]
     assert "full attention's numbers" not in (made / "recipes" / "calibrated.yaml").read_text()
 
@@ -157,7 +161,7 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
     for name, text in recipes.recipes(request, Source.read(project / "hf"), tmp_path).items():
         (tmp_path / "recipes" / name).write_text(text)
     if group:
-        part = {"groups": [0], "kind": "msa", "options": {"block_size": 128, "topk": 32}}
+        part = {"groups": [0], "kind": "msa", "options": {"block_size": 128, "topk": 32, "kl_weight": 0.1}}
         fragment = {"full_layers": [], "overrides": {1: {"kind": "by_group", "parts": [part]}}}
         (tmp_path / "recipes" / recipes.CALIBRATED).write_text(yaml.safe_dump({"attention": fragment}))
     recipe = tmp_path / "recipes" / "sparse.yaml"
