@@ -57,12 +57,18 @@ def _files(
     return _find_files(inputs, globs or TEXT_GLOBS, excludes or (), split)
 
 
-def _find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[str], split: str | None) -> list[str]:
+def _find_files(
+    inputs: Sequence[str],
+    globs: Sequence[str],
+    excludes: Sequence[str],
+    split: str | None,
+    option: str = "--input",
+) -> list[str]:
     from data_tools.input_files import LeftOut, describe_suffixes, find_files
     from moba_train.foreign_files import ROOTS
 
     left_out = LeftOut()
-    files = find_files(inputs, globs, excludes, left_out, split)
+    files = find_files(inputs, globs, excludes, left_out, split, option)
     for link in left_out.links[:SHOWN_RECORDS]:
         typer.echo(f"left out {link}: a link to {os.path.realpath(link)}", err=True)
     if count := len(left_out.links):
@@ -187,6 +193,7 @@ def tokenize(
     ] = "keep",
 ) -> None:
     """Tokenize text into a corpus. After an interruption, the same command continues where it stopped."""
+    from data_tools.input_files import TEXT_GLOBS
     from data_tools.outputs import skipped_file
     from data_tools.parts import TokenizeOptions
     from data_tools.tokenize_corpus import tokenize_corpus
@@ -206,7 +213,7 @@ def tokenize(
         max_document_mib << 20,
         encoding_errors,
         duplicates,
-        tuple(_files(evaluations, None, None, None)) if evaluations else (),
+        tuple(_find_files(evaluations, TEXT_GLOBS, (), None, "--evaluations")) if evaluations else (),
         contaminated == "drop",
     )
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -48,6 +48,7 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
     """Yield the number of each row, counted from 1, and its values as JSON has them, with unreadable rows in place.
 
     Keys that hold null are left out, inside of a value as well: in a column of objects, each has the keys of all.
+    Bytes, such as those of images, stay bytes, which JSON lacks: nothing takes them for text.
     """
     taken = 0
     try:
@@ -58,7 +59,7 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
             for index in range(batch.num_rows):
                 try:
                     yield row + index, _as_json(batch.slice(index, 1).to_pylist()[0])
-                except UnicodeDecodeError as error:
+                except (ValueError, OverflowError) as error:  # text that is not UTF-8, a time beyond Python's
                     yield row + index, BadRecord(path, row + index, str(error))
     except UnreadableRestError as error:
         yield error.line, BadRecord(path, error.line, str(error))
@@ -74,7 +75,7 @@ def _as_json(value: Any) -> Any:
         return {key: _as_json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_as_json(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float) else str(value)
+    return value if value is None or isinstance(value, str | bytes | int | float) else str(value)
 
 
 _Batches = Iterator[tuple[int, pyarrow.RecordBatch, int]]
@@ -112,7 +113,11 @@ def _parquet_batches(path: str, stream: BinaryIO, start: int, stop: int, column:
 def _column_bytes(group: Any, name: str | None) -> int:
     """Uncompressed bytes of a row group's columns, or of column `name`, as stated in the file."""
     columns = map(group.column, range(group.num_columns))
-    return sum(column.total_uncompressed_size for column in columns if name in (None, column.path_in_schema))
+    return sum(
+        column.total_uncompressed_size
+        for column in columns
+        if name is None or f"{column.path_in_schema}.".startswith(f"{name}.")  # a list has its items below it
+    )
 
 
 def _arrow_batches(path: str, stream: BinaryIO, start: int, stop: int, column: str | None) -> _Batches:
@@ -120,6 +125,7 @@ def _arrow_batches(path: str, stream: BinaryIO, start: int, stop: int, column: s
     row = 1
     place = 0
     size = os.fstat(stream.fileno()).st_size
+    most = expanded_limit(size)  # nothing is compressed, but rows may share text, and U+FFFD takes three bytes
     if stream.read(6) == b"ARROW1":
         raise DataError(f"{path} has Arrow's file format (Feather); allowed: its stream format, or parquet")
     try:
@@ -131,8 +137,8 @@ def _arrow_batches(path: str, stream: BinaryIO, start: int, stop: int, column: s
         while (place := source.tell()) < min(stop, size):
             message = messages.read_next_message()
             if message.type != "record batch" or _is_compressed(message.metadata.to_pybytes()):
-                kind = "compressed record batches" if message.type == "record batch" else f"a {message.type}"
-                raise DataError(f"{path} holds {kind}, which are not read; write it as parquet")
+                kind = "compressed record" if message.type == "record batch" else message.type
+                raise DataError(f"{path} holds {kind} batches, which are not read; write it as parquet")
             batch = ipc.read_record_batch(message, schema)
             if place >= start:
                 batch = batch.select([column]) if column else batch
@@ -141,7 +147,7 @@ def _arrow_batches(path: str, stream: BinaryIO, start: int, stop: int, column: s
                     as_bytes = _AS_BYTES.get(values.type)
                     (values.cast(as_bytes) if as_bytes else values).validate(full=True)
                 for first in range(0, batch.num_rows, _BATCH_ROWS):
-                    yield row + first, batch.slice(first, _BATCH_ROWS), size
+                    yield row + first, batch.slice(first, _BATCH_ROWS), most
             row += batch.num_rows
     except StopIteration:
         return

@@ -18,7 +18,8 @@ METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.j
 """Files that describe a data set."""
 SPLITS = frozenset(("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"))
 """Words that name a split, alone in the name of a file or folder."""
-_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?")
+"""Name of a shard; some end in a hash."""
 _WITH_SPLITS = (*COLUMNS, ".jsonl", ".json", ".jsonl.gz", ".jsonl.zst")
 """Suffixes of files whose names may name a split."""
 
@@ -40,14 +41,15 @@ def saved_files(folder: str, names: Sequence[str]) -> list[str] | None:
     return files
 
 
-def select_split(folder: str, names: Sequence[str], split: str | None) -> list[str]:
+def select_split(folder: str, names: Sequence[str], split: str | None, option: str) -> list[str]:
     """Those of the files `names` in `folder` that belong to `split`; all of them if none is asked for and there are
     not several. Raises DataError when there are several, or not the one that is asked for."""
     saved = {part.name for part in _folders(folder, names) if (part / "state.json").is_file()}
     splits = {name: _split(name, saved) for name in names}
     found = sorted({name for name in splits.values() if name})
     if split is None and len(found) > 1:
-        raise DataError(f"--input {folder} has the splits {', '.join(found)}; give --split, or name files of it")
+        remedy = "give --split, or name files of it" if option == "--input" else "name the files of one"
+        raise DataError(f"{option} {folder} has the splits {', '.join(found)}; {remedy}")
     if split is not None and split not in found:
         raise DataError(f"--split {split}: --input {folder} has {', '.join(found) or 'no splits'}")
     return [name for name in names if split in (None, splits[name])]

@@ -73,7 +73,14 @@ DOCUMENT_BYTES = 128 * MIB
 """Longest document or line, unless the caller gives another limit. Parsing JSON may take 20 times as much memory."""
 OTHER_SIZE_ON_DISK = (*COMPRESSED, *COLUMNS)
 """Suffixes of files that may hold more or less text than they take on the disk."""
-_JSON_TYPES = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+_JSON_TYPES = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bytes: "bytes",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 @dataclass(frozen=True)

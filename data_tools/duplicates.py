@@ -8,6 +8,7 @@ stay: so the first copy in the order of the input stays, and whatever goes has s
 
 import functools
 import hashlib
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -79,17 +80,21 @@ def _without_runs() -> Any:
     return MinHash(PERMUTATIONS, seed=1, hashfunc=int, scheme="affine32")
 
 
-def find_repeats(digests: Digests, signatures: Signatures, similarity: float) -> dict[int, Repeat]:
-    """Documents that repeat an earlier one, by index.
+def find_repeats(
+    digests: Digests, signatures: Signatures, similarity: float, gone: Collection[int] = ()
+) -> dict[int, Repeat]:
+    """Documents that repeat an earlier one, by index. Those in `gone`, and texts identical to them, take no part.
 
     Takes about 0.7 KB a document: 512 bytes are its signature.
     """
     _, first, inverse = np.unique(digests.view("V16").ravel(), return_index=True, return_inverse=True)
     earliest = first[inverse]
-    originals = np.flatnonzero(earliest == np.arange(len(earliest)))
+    originals = np.setdiff1d(np.flatnonzero(earliest == np.arange(len(earliest))), [*gone]).astype(np.int64)
     repeats = _near(signatures, originals, similarity) if similarity < 1 else {}
     for index in np.flatnonzero(earliest != np.arange(len(earliest))).tolist():
         original = int(earliest[index])
+        if original in gone:
+            continue
         # An identical text of one that goes itself goes with it.
         repeats[index] = repeats.get(original, Repeat(original, None))
     return dict(sorted(repeats.items()))

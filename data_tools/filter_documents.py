@@ -69,7 +69,8 @@ def compare_documents(
             progress.advance(size)
     dropped, report = _choose(parts, evaluations)
     report = {"comparison": comparison, **report}
-    replace_file(filter_file(output), json.dumps(report, indent=1, ensure_ascii=False).encode())
+    content = json.dumps(report, indent=1, ensure_ascii=False)
+    replace_file(filter_file(output), content.encode(errors="backslashreplace"))  # names of files may not be UTF-8
     return dropped, report
 
 
@@ -101,8 +102,11 @@ def scan_part(part: Part) -> int:
 
 
 def _choose(parts: Sequence[Part], evaluations: EvaluationTexts | None) -> tuple[list[frozenset[int]], dict[str, Any]]:
-    """The documents that go, by the scans of all parts, and the report. Documents that repeat others are not compared
-    with evaluations."""
+    """The documents that go, by the scans of all parts, and the report.
+
+    Contaminated documents that are left out go first, so that none goes as the repeat of one of them. If they are kept,
+    documents that repeat others do not count among them.
+    """
     options = parts[0].options
     scans = []
     for part in parts:
@@ -120,19 +124,19 @@ def _choose(parts: Sequence[Part], evaluations: EvaluationTexts | None) -> tuple
     def excerpts(indices: Iterable[int]) -> dict[int, dict[str, str]]:
         return _excerpts(parts, {index: place(index) for index in indices})
 
-    dropped: set[int] = set()
+    documents = np.concatenate([found["shared"] + begin for found, begin in zip(scans, begins, strict=False)])
+    runs = np.concatenate([found["runs"] for found in scans])
+    dropped = {*documents.tolist()} if options.drop_contaminated else set()
     if options.duplicates is not None:
-        repeats = find_repeats(digests, signatures, options.duplicates)
-        dropped |= repeats.keys()
+        repeats = find_repeats(digests, signatures, options.duplicates, dropped)
         report["duplicates"] = {"similarity": options.duplicates, **_duplicates_report(repeats, excerpts)}
-    if evaluations is not None:
-        documents = np.concatenate([found["shared"] + begin for found, begin in zip(scans, begins, strict=False)])
-        remain = ~np.isin(documents, sorted(dropped))
+        dropped |= repeats.keys()
+        remain = ~np.isin(documents, [*repeats])
         documents = documents[remain]
-        runs = np.concatenate([found["runs"] for found in scans])[remain]
+        runs = runs[remain]
+    if evaluations is not None:
         found = _contamination_report(documents, runs, evaluations, excerpts)
         report["contamination"] = {"outcome": "left out" if options.drop_contaminated else "kept", **found}
-        dropped |= {*documents.tolist()} if options.drop_contaminated else set()
     report["kept"] = len(digests) - len(dropped)
     by_part: list[set[int]] = [set() for _ in parts]
     for part_number, number in map(place, sorted(dropped)):
@@ -178,12 +182,16 @@ def _contamination_report(
     """documents, runs: pairs of a document and the hash of a run that it shares with an evaluation."""
     records: dict[str, set[int]] = defaultdict(set)
     sharing: dict[str, set[int]] = defaultdict(set)
-    for run in np.unique(runs):
-        readers = documents[runs == run].tolist()
-        for owner in evaluations.owners(int(run)).tolist():
-            file = evaluations.records[owner].file
-            records[file].add(owner)
-            sharing[file].update(readers)
+    order = np.argsort(runs, kind="stable")
+    found_runs, first = np.unique(runs[order], return_index=True)
+    # In time linear in the pairs: documents may hold a whole evaluation, and all of its tasks one sentence.
+    for run, readers in zip(found_runs.tolist(), np.split(documents[order], first)[1:], strict=True):
+        by_file = defaultdict(set)
+        for owner in evaluations.owners(run).tolist():
+            by_file[evaluations.records[owner].file].add(owner)
+        for file, owners in by_file.items():
+            records[file] |= owners
+            sharing[file].update(readers.tolist())
     shown = [int(np.argmax(documents == document)) for document in np.unique(documents)[:EXAMPLES]]
     found = excerpts(int(documents[pair]) for pair in shown)
     totals = Counter(record.file for record in evaluations.records)

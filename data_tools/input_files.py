@@ -155,6 +155,7 @@ def find_files(
     excludes: Sequence[str],
     left_out: LeftOut | None = None,
     split: str | None = None,
+    option: str = "--input",
 ) -> list[str]:
     """Files among `inputs`, and files that match one of `globs` in the folders among them, in sorted order. An input
     may be an address such as `s3://...`, of which a copy is made.
@@ -162,7 +163,8 @@ def find_files(
     A glob matches a file's name or its path inside the folder; an exclude also matches any folder on that path. Links
     that lead out of a folder are left out, while an input itself may be a link to anywhere. `left_out` records what is
     left out. Of a folder with several splits (dataset_folders.py), `split` is read. Raises DataError when an input does
-    not exist, nothing is found, a split is not clear, or a file needs a package that is missing.
+    not exist, nothing is found, a split is not clear, or a file needs a package that is missing; `option` is
+    what gave the inputs.
     """
     files: list[str] = []
     left_out = LeftOut() if left_out is None else left_out
@@ -171,15 +173,15 @@ def find_files(
         given = str(path)
         if path.is_dir():
             roots = folder_roots(path)
-            for name in select_split(given, sorted(_walk(given, globs, excludes, left_out)), split):
+            for name in select_split(given, sorted(_walk(given, globs, excludes, left_out)), split, option):
                 file = os.path.join(given, name)
                 (left_out.links if _leads_out(file, roots) else files).append(file)
         elif path.is_file():
             files.append(given)
         elif path.exists():
-            raise DataError(f"--input {given} is a pipe or a device; allowed: files and folders")
+            raise DataError(f"{option} {given} is a pipe or a device; allowed: files and folders")
         else:
-            raise DataError(f"--input {given} does not exist")
+            raise DataError(f"{option} {given} does not exist")
     if not files:
         raise DataError(_nothing_found(inputs, globs, excludes, left_out))
     for suffix, package in OPTIONAL_PACKAGES.items():

@@ -207,7 +207,7 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
 
 
 def _no_document(bad: Sequence[str], empty: int, filtered: dict[str, Any] | None) -> str:
-    if filtered and not filtered["kept"]:
+    if filtered and filtered["documents"] and not filtered["kept"]:
         return f"none of the {filtered['documents']:,} documents stays: all share text with --evaluations"
     if not bad:
         return f"the --input files hold no document: {empty:,} texts or files are empty"

@@ -1,11 +1,13 @@
 """Texts as sequences of hashed words, and hashes of runs of them: what documents are compared by.
 
-Words are in lower case and without punctuation, as in GPT-3's comparisons (Brown et al. 2020, arXiv:2005.14165,
-appendix C); a Chinese, Japanese or Korean character is a word. The hashes are equal on every machine.
+Words are without case and punctuation, as in GPT-3's comparisons (Brown et al. 2020, arXiv:2005.14165, appendix C), and
+in one of Unicode's forms (NFKC); a Chinese, Japanese or Korean character is a word. The hashes are equal on every
+machine.
 """
 
 import hashlib
 import re
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,21 +16,28 @@ import numpy.typing as npt
 
 _CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 """Ranges of characters that stand for a word or syllable each."""
-_WORDS = re.compile(rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]+")
+_MARKS = "\u0300-\u036f\u0591-\u05bd\u064b-\u065f\u0900-\u0963\u0966-\u0dff"
+"""Ranges with the accents, points and vowel signs of Latin, Hebrew, Arabic and Indian scripts, where `\\w` ends."""
+_LETTERS = rf"[^\W_{_CHARACTERS}]"
+_WORDS = re.compile(rf"[{_CHARACTERS}]|{_LETTERS}+(?:[{_MARKS}]+{_LETTERS}*)*")
 _BETWEEN_WORDS = re.compile(r"\s")
 _PIECE = 1 << 20
 """Characters that are taken apart at a time: the words of a whole document may take 20 times its size."""
 
 
 class _Hashes(dict[str, int]):
-    """Hash of each word, kept for the words that were seen last."""
+    """Hash of each word, kept for the words that were seen last, in about 40 MB."""
 
-    most = 1 << 20
+    most = 1 << 18
+    longest = 64
+    """Characters of the longest word that is kept: a file of hexadecimal digits is one word."""
 
     def __missing__(self, word: str) -> int:
-        if len(self) >= self.most:
-            self.clear()
-        value = self[word] = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+        value = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+        if len(word) <= self.longest:
+            if len(self) >= self.most:
+                self.clear()
+            self[word] = value
         return value
 
 
@@ -41,7 +50,7 @@ def words(text: str) -> Iterator[list[str]]:
     while at < len(text):
         space = _BETWEEN_WORDS.search(text, at + _PIECE)
         end = space.start() if space else len(text)
-        yield _WORDS.findall(text[at:end].lower())
+        yield _WORDS.findall(unicodedata.normalize("NFKC", text[at:end]).casefold())
         at = end
 
 

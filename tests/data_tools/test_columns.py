@@ -73,6 +73,7 @@ def test_a_saved_data_set_is_read_in_its_order_without_what_is_cached_in_it(fold
     "names",
     [
         ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"],
+        ["data/test-00000-of-00001-5b1a.parquet", "data/train-00000-of-00001-b21d8ab8a1bcd2b6.parquet"],
         ["default/train/0000.parquet", "default/train/0001.parquet", "default/validation/0000.parquet"],
         ["train.jsonl", "test.jsonl", "README.md"],
     ],
@@ -139,6 +140,40 @@ def test_conversations_are_those_of_the_same_json_lines(folder: Path, suffix: st
     assert of_columns[:3] == of_lines[:3]
     assert isinstance(of_columns[3], BadRecord)
     assert of_columns[3].line == 4
+
+
+def test_text_in_another_encoding_is_read_to_the_end_though_each_byte_becomes_three(folder: Path) -> None:
+    latin = pyarrow.array([b"\xe9" * 500] * 100, pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), len(latin), latin.buffers())
+    (shard,) = cut_shards([write(folder / "a.arrow", {"text": column})])
+    assert [*read_documents(shard, "text", encoding_errors="replace")] == ["\ufffd".encode() * 500] * 100
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_bytes_are_not_taken_for_text_and_what_python_cannot_hold_is_a_bad_record(folder: Path, suffix: str) -> None:
+    """A column of images next to the messages does no harm."""
+    path = write(folder / f"a.{suffix}", {"text": [b"a"], "prompt": [b"q"], "completion": ["a"], "image": [b"\xff"]})
+    (cell,) = read(path)
+    assert str(cell).endswith("column 'text' holds bytes, but text is expected (--text-key)")
+    ((_, found),) = read_records(path)
+    assert str(found) == f"{path}:1: 'prompt' must be text, not bytes"
+    late = pyarrow.array([2**60], pyarrow.timestamp("us"))
+    path = write(folder / f"c.{suffix}", {"prompt": ["q"], "completion": ["a"], "time": late})
+    ((_, found),) = read_records(path)
+    assert isinstance(found, BadRecord)
+    path = write(folder / f"b.{suffix}", {"prompt": ["q"], "completion": ["a"], "image": [b"\xff"]})
+    ((_, found),) = read_records(path)
+    assert not isinstance(found, BadRecord)
+
+
+def test_a_bomb_of_nested_values_is_read_no_further(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_files, "EXPANDED_BYTES", 1 << 16)
+    monkeypatch.setattr(input_files, "EXPANDED_RATIO", 1)
+    path = folder / "a.parquet"
+    table = pyarrow.table({"text": [["x" * 40_000] * 100]})
+    parquet.write_table(table, path, use_dictionary=False, compression="zstd")
+    (bad,) = read(str(path))
+    assert "decompresses to more than 65,536 bytes" in str(bad)
 
 
 def test_the_rows_of_a_bomb_of_conversations_are_read_no_further(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 """Documents that repeat others, or share text with evaluations: those that go, and what the report says."""
 
 import json
+import os
 import random
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from data_tools.cli import app
 from data_tools.contamination import EvaluationTexts
 from data_tools.documents import SHARD_BYTES
 from data_tools.duplicates import Repeat, check_similarity, digest, find_repeats, signature
-from data_tools.word_hashes import word_hashes
+from data_tools.word_hashes import _Hashes, word_hashes, words
 from moba_train.errors import DataError
 from tests.noting import noting
 
@@ -36,10 +37,10 @@ def edited(original: str, changes: int, seed: int = 0) -> str:
     return " ".join(words)
 
 
-def repeats(texts: Sequence[str], similarity: float) -> dict[int, Repeat]:
+def repeats(texts: Sequence[str], similarity: float, gone: Collection[int] = ()) -> dict[int, Repeat]:
     documents = [each.encode() for each in texts]
     digests = np.frombuffer(b"".join(map(digest, documents)), np.uint64).reshape(-1, 2)
-    return find_repeats(digests, np.stack([*map(signature, documents)]), similarity)
+    return find_repeats(digests, np.stack([*map(signature, documents)]), similarity, gone)
 
 
 def test_the_first_copy_stays_and_what_goes_resembles_one_that_stays() -> None:
@@ -57,6 +58,8 @@ def test_the_first_copy_stays_and_what_goes_resembles_one_that_stays() -> None:
     gone = repeats(chain, 0.7)
     assert 3 < len(gone) < 12
     assert not {repeat.kept for repeat in gone.values()} & gone.keys()
+    # What goes for another reason is no reason for others to go.
+    assert repeats([text(0), near, text(0), near], 0.8, gone={0, 2}) == {3: Repeat(1, None)}
 
 
 def test_nearly_all_near_duplicates_are_found_and_no_others() -> None:
@@ -74,6 +77,26 @@ def test_punctuation_and_case_make_no_difference_and_texts_without_words_are_com
         4: Repeat(2, None),
         7: Repeat(6, 1.0),
     }
+
+
+def test_words_are_equal_in_every_encoding_and_none_is_broken_at_an_accent() -> None:
+    def found(text: str) -> list[str]:
+        return [word for piece in words(text) for word in piece]
+
+    assert found("_Caf\u00e9_, don\u2019t: stra\u00dfe \ufb01ne") == found("cafe\u0301 don't STRASSE __ fine")
+    assert found("\u0939\u093f\u0928\u094d\u0926\u0940 \u092d\u093e\u0937\u093e\u0964") == [
+        "\u0939\u093f\u0928\u094d\u0926\u0940",
+        "\u092d\u093e\u0937\u093e",
+    ]
+    assert found("a\u6771\u4eac b") == ["a", "\u6771", "\u4eac", "b"]
+
+
+def test_the_hashes_that_are_kept_take_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = _Hashes()
+    monkeypatch.setattr(hashes, "most", 3)
+    long = "0" * (hashes.longest + 1)
+    assert len({hashes[word] for word in (*WORDS[:5], long, WORDS[0], long)}) == 6
+    assert {*hashes} == {*WORDS[3:5], WORDS[0]}
 
 
 def test_a_long_document_takes_the_memory_of_its_words() -> None:
@@ -162,6 +185,7 @@ def test_the_corpus_is_that_of_the_documents_that_stay(
     texts = [text(seed, 3000) for seed in range(30)]
     leaked = f"{text(100)} {question} {text(101)}"
     added = {4: texts[0], 11: edited(texts[1], 20), 17: leaked, 25: edited(leaked, 1)}
+    texts[26] = f"{text(100)} {text(101)}"  # without the question, it stays
     all_texts = [added.get(number, each) for number, each in enumerate(texts)]
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in all_texts))
     (folder / "b.jsonl").write_text("{bad\n")
@@ -176,9 +200,9 @@ def test_the_corpus_is_that_of_the_documents_that_stay(
 
     check = ("--duplicates", "0.8", "--evaluations", str(tmp_path / "tasks.jsonl"))
     printed = tokenize("out", *check, "--contaminated", "drop")
-    assert "left out of 30 documents: 1 identical and 2 near duplicates" in printed
-    assert "tasks.jsonl: 1 of 1 records share text with 1 documents; 0 are too short to check" in printed
-    assert "documents with text of evaluations: 1, left out" in printed
+    assert "left out of 30 documents: 1 identical and 1 near duplicates" in printed
+    assert "tasks.jsonl: 1 of 1 records share text with 2 documents; 0 are too short to check" in printed
+    assert "documents with text of evaluations: 2, left out" in printed
     assert len(here) > 2
     stay = [each for number, each in enumerate(all_texts) if number not in added]
     (tmp_path / "stay.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in stay))
@@ -186,10 +210,10 @@ def test_the_corpus_is_that_of_the_documents_that_stay(
     assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "stay.bin").read_bytes()
     report = json.loads((tmp_path / "out.filter.json").read_text())
     assert (report["documents"], report["kept"]) == (30, 26)
-    near, _, same = report["duplicates"]["examples"]
+    near, same = report["duplicates"]["examples"]
     assert near["kept"] == {"file": f"{folder}/a.jsonl", "begins": texts[1][:120]}
     assert (same["similarity"], same["removed"]["begins"]) == ("identical", texts[0][:120])
-    (example,) = report["contamination"]["examples"]
+    example, _ = report["contamination"]["examples"]
     assert example["evaluation"] == f"{tmp_path}/tasks.jsonl:1"
     assert example["words"] in question
 
@@ -200,6 +224,8 @@ def test_the_corpus_is_that_of_the_documents_that_stay(
     # A corpus that exists is compared with evaluations without being made again.
     tokenize("all")
     made = (tmp_path / "all.bin").stat().st_mtime_ns
+    (tmp_path / "other.txt").write_text(text(998, 30))
+    assert "documents with text of evaluations: 0, kept" in tokenize("all", check[2], str(tmp_path / "other.txt"))
     printed = tokenize("all", *check[2:])
     assert "already complete" in printed
     assert "documents with text of evaluations: 2, kept" in printed
@@ -228,3 +254,21 @@ def test_nothing_that_stays_and_options_that_do_nothing_are_refused(
     assert result.exit_code == 2
     assert "none of the 1 documents stays: all share text with --evaluations" in " ".join(result.output.split())
     assert not (tmp_path / "out.idx").exists()
+    result = CliRunner().invoke(app, [*command, "--evaluations", str(tmp_path / "nowhere")])
+    assert "--evaluations" in result.output
+    assert "nowhere does not exist" in " ".join(result.output.split())
+    (folder / "a.txt").write_bytes(b"\xff")
+    result = CliRunner().invoke(app, [*command[:-2], "--duplicates", "1"])
+    assert "none of the 1 records can be read" in " ".join(result.output.split())
+
+
+def test_files_whose_names_are_not_utf8_are_named_in_the_report(
+    folder: Path, tokenizer: str, tmp_path: Path, here: list[str]
+) -> None:
+    for name in (b"a\xff.txt", b"b\xff.txt"):
+        (folder / os.fsdecode(name)).write_text(text(0))
+    command = ["tokenize", "-i", str(folder), "-t", tokenizer, "-o", str(tmp_path / "out"), "--duplicates", "1"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    (example,) = json.loads((tmp_path / "out.filter.json").read_bytes())["duplicates"]["examples"]
+    assert example["removed"]["file"] == str(folder / os.fsdecode(b"b\xff.txt"))
