@@ -31,7 +31,6 @@ def _sources() -> tuple[Path, ...]:
     are tens of thousands. Python's own come first: a short text is then the same whatever else is installed."""
     packages, own = (sorted(Path(sysconfig.get_paths()[name]).rglob("*.py")) for name in ("purelib", "stdlib"))
     own = [file for file in own if not {"site-packages", "dist-packages"}.intersection(file.parts)]
-    order = random.Random(0)
-    order.shuffle(packages)
-    order.shuffle(own)
+    for part in (packages, own):
+        random.Random(0).shuffle(part)
     return (*packages, *own)

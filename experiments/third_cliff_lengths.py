@@ -138,7 +138,7 @@ def _far(quick: bool) -> dict[str, Recall]:
     """Documents of the base's last stages by their corpora, all with as many records as a trajectory has."""
     sizes = QUICK_SIZES if quick else SIZES
     sizes = replace(sizes, facts=sizes.facts * 3 // 4)
-    return {f"far-{1024 * part // 8}": replace(sizes, length=sizes.length * part // 128) for part in (8, 32, 128)}
+    return {f"far-{part}k": replace(sizes, length=sizes.length * part // 128) for part in (8, 32, 128)}
 
 
 def _corpora(sizes: Recall, quick: bool) -> Iterator[tuple[str, Any, Any]]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.registry import KINDS
@@ -72,6 +72,14 @@ class FullLayersConfig(HiddenNeedles):
         description="loss that decides: of the last tokens of long documents, or of needles' answers, of the longest "
         "length; which needs data.tokenizer",
     )
+
+    @field_validator("stands_for")
+    @classmethod
+    def _is_a_part(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Refuses, before anything is measured, what a recipe could not have."""
+        if given is not None:
+            Part.model_validate({**given, "groups": [0]})
+        return given
 
 
 class FullLayers(Evaluation[FullLayersConfig]):

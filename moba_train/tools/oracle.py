@@ -188,7 +188,7 @@ class Oracle(Evaluation[OracleConfig]):
         parts = [part for layer in own for part in (_parts(layer) or [layer])]
         selecting = next((part for part in parts if part.kind not in ("full", "moba", "window")), None)
         sizes = None if selecting is None else selecting.options.model_dump()
-        moba = next((layer.options for layer in own if layer.kind == "moba"), MobaAttention.Options())
+        moba = next((part.options for part in parts if part.kind == "moba"), MobaAttention.Options())
 
         def in_sparse(kind: str, options: Any) -> Layers:
             return tuple(

@@ -210,6 +210,7 @@ def test_the_fragment_is_a_recipe_s(result: EvaluationResult) -> None:
     [
         ({"count": 3}, "evaluation.full_layers.count: given 3; allowed: fewer than the model's 3 layers"),
         ({"bucket": 100}, "evaluation.full_layers.bucket: given 100, which does not divide"),
+        ({"stands_for": {"kind": "mas"}}, r"(?s)evaluation.full_layers.stands_for.*kind: given mas; allowed: .*msa"),
     ],
 )
 def test_what_cannot_be_is_named(texts: Path, keys: dict[str, Any], problem: str) -> None:

@@ -105,6 +105,16 @@ def test_groups_of_heads_that_are_full_stay_full(texts: Path) -> None:
     assert (ours.kind, theirs.kind, theirs.groups) == ("msa", "oracle", (1,))
 
 
+def test_a_gate_of_groups_of_heads_keeps_its_other_options(texts: Path) -> None:
+    given = asking(texts, budgets=[{"block_size": 16, "topk": 3}]).model_dump(mode="json")
+    part = {"groups": [1], "kind": "moba", "options": {"block_size": 32, "topk": 3, "key_conv": 3}}
+    given["attention"] = {"default": "by_group", "by_group": {"parts": [part]}}
+    config = RunConfig.model_validate(given)
+    layers = built(Oracle, config)._attentions(context(config, Transformer(config.model)))["gate 16/3"]
+    (gate,) = layers[0].options.parts  # type: ignore[attr-defined]
+    assert (gate.options.block_size, gate.options.key_conv) == (16, 3)
+
+
 def test_a_model_whose_layers_are_all_full_is_made_sparse_in_all(texts: Path) -> None:
     config = asking(texts)
     both = context(config, Transformer(config.model))

@@ -7,6 +7,7 @@ step once more, remove its result. Steps that need nothing of each other may run
 import gc
 import json
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -197,14 +198,12 @@ def run_steps(
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             step, place, began = running.pop(future)
             free.append(place)
-            try:
-                status = future.result()
-            except BrokenExecutor:  # its process was killed
-                status = 1
-            if status and step.name == "export":
+            broken = isinstance(future.exception(), BrokenExecutor)
+            status = 1 if broken else future.result()
+            if status and step.name == "export" and not broken:
                 say("the model stays a checkpoint, as no export can hold it")
             elif status or not step.done:
-                how = f"ended with status {status}" if status else "stopped before its end"
+                how = "was killed" if broken else f"ended with status {status}" if status else "stopped before its end"
                 said = f"; its output is in {_log(step, output)}" if _log(step, output).is_file() else ""
                 problem = f"the step {step.name!r} {how}; the same command goes on with it{said}"
             else:
@@ -224,12 +223,12 @@ def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:
     stay full, with the numbers beside them; tokens that full attention trains on in the sparse arm's seconds."""
     folder = output / "recipes"
     file = folder / recipes.CALIBRATED
-    if step.name.startswith("train sparse") and file.read_text() == guesses[recipes.CALIBRATED]:
+    if step.name.startswith("train sparse") and file.read_text() == guesses.get(recipes.CALIBRATED):
         found = read_json(output / "calibration" / "evaluation.json")["full_layers"]
         lines = ["# Layers that stay full, chosen by measurement.", *found["yaml"]]
         write_atomically(file, "\n".join(lines) + "\n")
     file = folder / recipes.EQUAL_SECONDS
-    if step.name.startswith("train equal-seconds") and file.read_text() == guesses[recipes.EQUAL_SECONDS]:
+    if step.name.startswith("train equal-seconds") and file.read_text() == guesses.get(recipes.EQUAL_SECONDS):
         full, sparse = (training(output / "runs" / f"{arm}-1" / "metrics.jsonl") for arm in ("full", "sparse"))
         values = parse_yaml(file.read_text(), str(file))
         tokens = full["tokens"] * sparse["train_s"] / full["train_s"]
@@ -308,9 +307,19 @@ def check_evaluations(recipe: Path, evaluation: dict[str, Any]) -> None:
 
 
 def run_command(words: Sequence[str], gpus: int) -> int:
-    """Run `moba-train` with these words, on this number of GPUs where the command knows that; returns its status."""
+    """Run `moba-train` with these words, on this number of GPUs where the command knows that; returns its status.
+
+    Signals end that command, which may save first, and this process goes on to say so."""
     ranks = ["--gpus", str(gpus)] if words[0] in ("train", "eval") else []
-    return subprocess.run([sys.executable, "-m", "moba_train.tools.cli", *words, *ranks], check=False).returncode
+    with subprocess.Popen([sys.executable, "-m", "moba_train.tools.cli", *words, *ranks]) as process:
+        # A terminal sends Ctrl-C to both.
+        handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.terminate()}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            return process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def run_here(words: Sequence[str]) -> int:

@@ -2,19 +2,25 @@
 own."""
 
 import json
+import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.trainer_run import is_running
 from moba_train.errors import UserError
-from moba_train.tools.sparsify import steps
+from moba_train.output_files import write_atomically
+from moba_train.tools.sparsify import recipes, steps
 from moba_train.tools.sparsify.places import Place, places
 from moba_train.tools.sparsify.steps import SECONDS, Step, run_steps
+from tests.forked import forked
 
 
 class Thread:
@@ -94,13 +100,76 @@ def test_after_a_failure_what_runs_ends_and_nothing_begins(
     assert not (tmp_path / "last").exists()
 
 
+def test_an_export_whose_process_was_killed_is_a_failure(tmp_path: Path) -> None:
+    """Unlike one that says that no export can hold the model."""
+
+    class Killed:
+        def start(self, run: Callable[[Sequence[str]], int], words: Sequence[str], log: Path) -> "Future[int]":
+            future: Future[int] = Future()
+            future.set_exception(BrokenExecutor())
+            return future
+
+    with pytest.raises(UserError, match="the step 'export' was killed"):
+        run_steps([step(tmp_path, "export")], {}, tmp_path, subprocess.call, print, [Killed()])
+
+
+def test_recipes_without_guesses_stay_as_they_are(tmp_path: Path) -> None:
+    """As of a further seed that is trained with its ablations."""
+    recipe = tmp_path / "recipes" / recipes.CALIBRATED
+    recipe.parent.mkdir()
+    recipe.write_text("measured\n")
+    todo = [Step("train sparse 2", ["train", "sparse.yaml"], tmp_path / "runs" / "sparse-2")]
+    with pytest.raises(UserError, match="the step 'train sparse 2' ended with status 9"):
+        run_steps(todo, {}, tmp_path, lambda words: 9, print)
+    assert recipe.read_text() == "measured\n"
+
+
 def test_processes_have_gpus_of_their_own_and_write_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    """CUDA takes identifiers for numbers, and leaves out those from the first one that it does not know."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-4,GPU-5,6,7,-1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     words = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES; echo problem >&2; exit 3"]
     logs = [tmp_path / "logs" / f"{number}.txt" for number in range(2)]
     with places(2, 2) as found:
         started = [place.start(subprocess.call, words, log) for place, log in zip(found, logs, strict=True)]
         assert [future.result() for future in started] == [3, 3]
-    assert [log.read_text() for log in logs] == ["4,5\nproblem\n", "6,7\nproblem\n"]
-    with pytest.raises(UserError, match="--jobs: given 5; allowed: at most 4, with 1 of 4 GPUs each"), places(5, 1):
+        assert found[0].start(fail, words, logs[0]).result() == 1
+    first, second = (log.read_text() for log in logs)
+    assert first.startswith("GPU-4,GPU-5\nproblem\nTraceback")
+    assert first.endswith("SystemExit: a bug\n")
+    assert second == "6,7\nproblem\n"
+    with pytest.raises(UserError, match="given 5 and 1; allowed: at most 4 GPUs together"), places(5, 1):
         pass
+
+
+def fail(_words: Sequence[str]) -> int:
+    """An exception that would end a process if it were sent there."""
+    raise SystemExit("a bug")
+
+
+def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
+    parent = forked().Process(target=sleep_beside, args=(tmp_path / "pid",))
+    parent.start()
+    wait_until(lambda: (tmp_path / "pid").exists())
+    child = int((tmp_path / "pid").read_text())
+    assert is_running(child)
+    parent.kill()
+    wait_until(lambda: not is_running(child))
+
+
+def sleep_beside(file: Path) -> None:
+    with places(2, 1) as found:
+        found[0].start(say_and_sleep, [str(file)], file.with_name("log")).result()
+
+
+def say_and_sleep(words: Sequence[str]) -> int:
+    write_atomically(Path(words[0]), str(os.getpid()))
+    time.sleep(600)
+    return 0
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300  # of a machine that is busy
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
