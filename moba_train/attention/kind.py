@@ -192,6 +192,12 @@ class AttentionKind(ABC):
         """
         return None
 
+    @classmethod
+    def derived_values(cls, parameter: str, shape: torch.Size, model: ModelConfig, layer: nn.Module) -> Tensor | None:
+        """Values of a parameter that `init_from` lacks, from those of its `layer` of attention, which may be sharded
+        (DTensors, of which all ranks ask for the whole). None, the default: the initial values stay."""
+        return None
+
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """The layer's output before its output projection, [T, H, d], and the auxiliary loss of each token or None.
 

@@ -86,11 +86,11 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
             continue
         own = _own_values(model, parameter, name, seed)
         if own is not None:
-            _copy_full(parameter, own)
+            copy_full(parameter, own)
         elif parameter.dim() == 1 or name.endswith(".bias"):
             nn.init.constant_(parameter, _initial_vector(model, name))
         else:
-            _copy_full(parameter, drawn_normal(parameter, _initial_std(model, name), name, seed))
+            copy_full(parameter, drawn_normal(parameter, _initial_std(model, name), name, seed))
 
 
 def _initial_vector(model: Transformer, name: str) -> float:
@@ -130,9 +130,10 @@ def _generator(like: Tensor, name: str, seed: int) -> torch.Generator:
     return torch.Generator(like.device).manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def _copy_full(parameter: Tensor, full: Tensor) -> None:
+@torch.no_grad()
+def copy_full(parameter: Tensor, full: Tensor) -> None:
+    """Set a parameter, sharded or not, to values that every rank has in full."""
     if isinstance(parameter, DTensor):
-        # Every rank drew the same numbers, so each keeps its shard without communication.
         shape, offset = local_shape_and_offset(full.shape, parameter.device_mesh, parameter.placements)
         full = full[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
         parameter = parameter.to_local()

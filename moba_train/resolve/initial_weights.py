@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from moba_train.attention.registry import KINDS
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint, published
@@ -21,6 +22,7 @@ from moba_train.config.model import LayerRope, ModelConfig
 from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import local_path
+from moba_train.model.build import copy_full
 from moba_train.model.spec import (
     ModelSpec,
     Shapes,
@@ -89,8 +91,9 @@ def source_model(folder: Path) -> ModelConfig:
 def load_initial_weights(model: Transformer, folder: Path) -> str:
     """Fill `model`, sharded or not, from `folder` (see `source_model`). Called on all ranks; each reads its shards.
 
-    Parameters of attention kinds that the folder's model does not have keep their initial values; those that `model`
-    does not have are left out. Returns what was loaded, left out and begun again, as a sentence.
+    Parameters of attention kinds that the folder's model does not have get what their kind derives from the layer's, or
+    keep their initial values; those that `model` does not have are left out. Returns what was loaded, left out and
+    begun again, as a sentence.
 
     Raises CheckpointError when the folder's model differs from `model`, or a byte of the checkpoint has changed since
     it was written.
@@ -119,6 +122,13 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
         saved = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
         missing = own - saved
         left_out = {name for name in saved - parameters.keys() if kind_of_parameter(name)}
+    for name in sorted(missing):  # in one order on all ranks, which gather together
+        kind = kind_of_parameter(name)
+        layer, _, inside = name.partition(f".{kind}.")
+        parameter = model.get_parameter(name)
+        values = KINDS[kind].derived_values(inside, parameter.shape, model.config, model.get_submodule(layer))
+        if values is not None:
+            copy_full(parameter, values)
     if adapters is not None:
         adapters.begin()
     loaded = sum(size for name, size in parameters.items() if name not in missing)

@@ -11,8 +11,10 @@ head width, w index width, C selected blocks.
 
 from collections.abc import Sequence
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kind import LayerInput, MicroBatch, TokenBytes
@@ -72,6 +74,20 @@ class MsaKind(DistilledGate):
         assert isinstance(options, MsaKind.Options)
         # As in MiniMax-M3: one index key for all groups, normalised where the model normalises q and k.
         return IndexBranch(model, options.index_dim or model.head_width, 1, bool(model.qk_norm))
+
+    @classmethod
+    @torch.no_grad()
+    def derived_values(cls, parameter: str, shape: torch.Size, model: ModelConfig, layer: nn.Module) -> Tensor | None:
+        """Where they are as wide as a head, index queries begin as the mean of their group's queries, and index keys as
+        the keys, or as the mean of all where there is one for all groups: a scorer that knows something at once."""
+        if parameter not in ("q_proj.weight", "k_proj.weight"):
+            return None
+        own: Tensor = layer.get_parameter(parameter)
+        groups, width = model.kv_heads, model.head_width
+        each_KhwD = (own.full_tensor() if isinstance(own, DTensor) else own).unflatten(0, (groups, -1, width))
+        if shape[0] == groups * width:
+            return each_KhwD.mean(1).flatten(0, 1)
+        return each_KhwD.mean((0, 1)) if parameter == "k_proj.weight" and shape[0] == width else None
 
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
         """Index queries [n, K, w] of this rank and index keys of all tokens, side by side: [T, w]."""
