@@ -194,7 +194,7 @@ class Answers(Transformer):
         return logits
 
     def next_token(self, read: list[int]) -> int:
-        """Of the value of the key that is asked for; a new line behind it."""
+        """Tokens of the value whose key is asked for, with a new line behind them."""
         text = self.tokenizer.decode(read)
         asked = re.search(r"Key: (\S+)\nCorresponding value:([^\n]*)$", text)
         value = asked and re.search(rf'"{asked[1]}": "([^"]+)"', text)

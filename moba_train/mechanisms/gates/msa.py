@@ -78,8 +78,8 @@ class MsaKind(DistilledGate):
     @classmethod
     @torch.no_grad()
     def derived_values(cls, parameter: str, shape: torch.Size, model: ModelConfig, layer: nn.Module) -> Tensor | None:
-        """Where they are as wide as a head, index queries begin as the mean of their group's queries, and index keys as
-        the keys, or as the mean of all where there is one for all groups: a scorer that knows something at once."""
+        """The layer's own projections, where the index is as wide as a head: for queries their group's mean, for keys
+        those of the group, or the mean of all where one key serves all groups. It then knows something at once."""
         if parameter not in ("q_proj.weight", "k_proj.weight"):
             return None
         own: Tensor = layer.get_parameter(parameter)
