@@ -1,9 +1,13 @@
 """`moba-train sparsify` on a tiny model of Hugging Face's: all steps, a call that goes on, and what it refuses."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -425,19 +429,31 @@ def test_layers_are_chosen_with_the_gate_unless_it_has_to_learn_first(project: P
 
 
 def test_on_several_gpus_each_command_is_a_process_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its place runs one that SIGTERM ends with another code, which `run_command` passes on."""
     started: list[Sequence[str]] = []
+    start = subprocess.Popen
+    program = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\nprint(flush=True)\n"
 
-    def run(command: Sequence[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+    def popen(command: Sequence[str]) -> subprocess.Popen[bytes]:
         started.append(command)
-        return subprocess.CompletedProcess(command, 3)
+        stops = command[3] == "eval"
+        code = program + ("time.sleep(60)" if stops else "sys.exit(3)")
+        process = start([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        if stops:
+            assert process.stdout is not None
+            process.stdout.readline()  # from now on the signal does not kill it
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return process
 
-    monkeypatch.setattr(subprocess, "run", run)
-    for words in (["train", "recipe.yaml"], ["eval", "run"], ["convert", "moba-to-hf", "run", "model"]):
-        assert steps.run_command(words, 2) == 3
-    assert [command[3:] for command in started] == [
-        ["train", "recipe.yaml", "--gpus", "2"],
-        ["eval", "run", "--gpus", "2"],
-        ["convert", "moba-to-hf", "run", "model"],
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    before = signal.getsignal(signal.SIGTERM)
+    for words, status in (("train recipe.yaml", 3), ("eval run", 5), ("convert moba-to-hf run model", 3)):
+        assert steps.run_command(words.split(), 2) == status
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert [" ".join(command[3:]) for command in started] == [
+        "train recipe.yaml --gpus 2",
+        "eval run --gpus 2",
+        "convert moba-to-hf run model",
     ]
 
 
