@@ -171,10 +171,8 @@ class AttentionKind(ABC):
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:
-        """The layer's own parameters, a new module, or None. Made on torch's current device.
-
-        The module lives in the layer under the kind's name if any stage uses it, and trains in those stages only.
-        """
+        """The layer's own parameters, a new module made on torch's current device, or None. It lives in the layer under
+        the kind's name if any stage uses it, and trains in those stages only."""
         return None
 
     @classmethod
@@ -185,11 +183,9 @@ class AttentionKind(ABC):
 
     @classmethod
     def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
-        """Initial values of the parameter of this name in `parameters`, drawn with `generator` on its device.
-
-        `shape` is that of the whole parameter, on any number of ranks. None, the default: matrices are normal with the
-        model's standard deviation, vectors ones and biases zeros.
-        """
+        """Initial values of the parameter of this name in `parameters`, drawn with `generator` on its device; `shape` is
+        that of the whole parameter, on any number of ranks. None, the default: matrices are normal with the model's
+        standard deviation, vectors ones and biases zeros."""
         return None
 
     @classmethod
