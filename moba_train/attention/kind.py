@@ -183,8 +183,8 @@ class AttentionKind(ABC):
 
     @classmethod
     def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
-        """Initial values of the parameter of this name in `parameters`, drawn with `generator` on its device; `shape` is
-        that of the whole parameter, on any number of ranks. None, the default: matrices are normal with the model's
+        """Initial values of the parameter of this name in `parameters`, drawn with `generator` on its device; `shape`
+        is that of the whole parameter, on any number of ranks. None, the default: matrices are normal with the model's
         standard deviation, vectors ones and biases zeros."""
         return None
 
