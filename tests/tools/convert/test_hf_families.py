@@ -16,6 +16,7 @@ from moba_train.tools.convert.hf import export_to_hf, import_from_hf, imported_r
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.hf.config import parse_layer, read_family, read_model_config
 from moba_train.tools.hf.files import SINGLE
+from moba_train.tools.inference.generate import generate
 from moba_train.tools.saved_recipe import open_checkpoint
 from tests.tools.convert.hf_models import (
     FAMILIES,
@@ -92,6 +93,17 @@ def test_transformers_computes_with_the_export_what_it_did_before(exported: tupl
         first, second = (model(tokens).logits for model in models)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert type(models[0]) is type(models[1])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "qwen3_next"])
+def test_it_continues_a_text_as_transformers_does(name: str, tmp_path: Path) -> None:
+    """Also by default, where new tokens of MoBA attend to everything: windows belong to the model."""
+    theirs = make_hf_model(name, tmp_path)
+    prompt = random_tokens(60)
+    mask = torch.ones_like(prompt[None])
+    expected = theirs.generate(prompt[None], attention_mask=mask, max_new_tokens=20, do_sample=False)[0, 60:]
+    found = [*generate(our_model(tmp_path), prompt.tolist(), 20, temperature=0.0)]
+    assert found == expected.tolist()
 
 
 def test_transformers_runs_the_export_with_its_layers(exported: tuple[str, Path, Path]) -> None:
