@@ -64,16 +64,13 @@ def _take_gradient(parameter: Any) -> None:
         return
     if not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
         parameter.param_dtype = None  # FSDP then casts a weight as it copies it, not in a pass of its own before that
+    if parameter.unsharded_accumulated_grad is None:
+        parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad
     if parameter.unsharded_accumulated_grad is not None:
-        gradient = parameter.unsharded_accumulated_grad_data
-    elif parameter.unsharded_param.grad is not None:
-        gradient = parameter.unsharded_grad_data
-    else:
-        return
-    parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
-    found = parameter.to_sharded_dtensor(gradient.to(parameter.orig_dtype))
-    before = parameter.sharded_param.grad
-    parameter.sharded_param.grad = found if before is None else before + found
+        found = parameter.to_sharded_dtensor(parameter.unsharded_accumulated_grad_data.to(parameter.orig_dtype))
+        parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
+        before = parameter.sharded_param.grad
+        parameter.sharded_param.grad = found if before is None else before + found
 
 
 @contextmanager

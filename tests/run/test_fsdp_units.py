@@ -127,7 +127,8 @@ def test_a_rank_alone_copies_no_more_than_it_must_and_has_the_bits_of_fsdp(
 ) -> None:
     """Loss and gradients of a step of four micro-batches, after one that an error ended in the middle."""
     monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
-    config = recipe({"attention": {"default": "full"}, "precision": {"compute": compute}}, {})
+    wide = {"hidden_size": 256, "intermediate_size": 1024}  # more weights than activations
+    config = recipe({"attention": {"default": "full"}, "precision": {"compute": compute}, "further": wide}, {})
     losses, gradients, copied = [], [], []
     with joined_world() as world:
         dims = ParallelDims(MeshSizes(), world)
@@ -152,7 +153,7 @@ def test_a_rank_alone_copies_no_more_than_it_must_and_has_the_bits_of_fsdp(
         torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0, msg=name)
     once = 4 + (2 if compute == "bf16" else 4)
     assert copied[1] == pytest.approx(3 * once, rel=0.1), "a weight twice, a gradient once"
-    assert copied[0] > 1.6 * copied[1]
+    assert copied[0] > 1.5 * copied[1]
 
 
 CHANGES = [{"reshard_after_forward": False}, {"gradient_transport": "all_to_all"}]
