@@ -222,7 +222,7 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
         parallel["gradient_transport"] = "all_to_all"
     if rng.random() < 0.2:
         parallel["reshard_after_forward"] = False
-    model = {
+    model: dict[str, Any] = {
         key: value
         for key, value, share in (
             ("tie_embeddings", True, 0.4),

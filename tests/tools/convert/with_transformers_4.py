@@ -1,7 +1,7 @@
 """Run by a Python that has transformers 4: writes the tiny models of hf_models.py, or reads exports of them.
 
-    python with_transformers_4.py write SHAPES.json FOLDER    models and their logits, by family
-    python with_transformers_4.py read FOLDER                 logits of FOLDER/FAMILY/out, by family, in FOLDER/logits.pt
+python with_transformers_4.py write SHAPES.json FOLDER    models and their logits, by family
+python with_transformers_4.py read FOLDER                 logits of each FOLDER/FAMILY/out, in FOLDER/logits.pt
 """
 
 import json
@@ -61,4 +61,4 @@ def read(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"write": write, "read": read}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    (write if sys.argv[1] == "write" else read)(*map(Path, sys.argv[2:]))
