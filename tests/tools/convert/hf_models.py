@@ -1,6 +1,7 @@
 """Tiny random models of transformers, saved as it saves them, and the same weights in ours."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,8 @@ def make_hf_model(family: str, folder: Path, **changes: Any) -> Any:
     """A model of transformers with random weights, biases and norms included, in `folder` as several files."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**(SHAPE | FAMILIES[family] | changes))
+    # transformers writes into the sections that it is given.
+    config = AutoConfig.for_model(**deepcopy(SHAPE | FAMILIES[family] | changes))
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():

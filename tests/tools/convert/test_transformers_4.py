@@ -7,8 +7,8 @@
 import json
 import os
 import subprocess
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ SHAPES["gpt_oss"] |= {"swiglu_limit": 7.0, "router_aux_loss_coef": 0.001}
 def test_a_config_of_transformers_4_is_the_model_that_5_writes(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    AutoConfig.for_model(**SHAPES[name]).save_pretrained(tmp_path)
+    AutoConfig.for_model(**deepcopy(SHAPES[name])).save_pretrained(tmp_path)
     later = json.loads((tmp_path / "config.json").read_text())
     earlier = json.loads(RECORDED.read_text())[name]
     assert "rope_theta" in earlier
@@ -45,12 +45,12 @@ def test_a_config_of_transformers_4_is_the_model_that_5_writes(name: str, tmp_pa
 
 @pytest.mark.skipif("MOBA_TRANSFORMERS_4" not in os.environ, reason="MOBA_TRANSFORMERS_4=PYTHON asks for it")
 def test_models_of_transformers_4_go_in_and_out(tmp_path: Path) -> None:
-    def with_4(*arguments: Any) -> None:
+    def with_4(what: str) -> None:
         program = Path(__file__).with_name("with_transformers_4.py")
-        subprocess.run([os.environ["MOBA_TRANSFORMERS_4"], program, *arguments], check=True)
+        subprocess.run([os.environ["MOBA_TRANSFORMERS_4"], program, what, tmp_path], check=True)
 
     (tmp_path / "shapes.json").write_text(json.dumps(SHAPES))
-    with_4("write", tmp_path / "shapes.json", tmp_path)
+    with_4("write")
     recorded = json.loads(RECORDED.read_text())
     for name in FAMILIES:
         folder = tmp_path / name
@@ -65,6 +65,6 @@ def test_models_of_transformers_4_go_in_and_out(tmp_path: Path) -> None:
         after = tensors(folder / "out")
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) for key in before), name
-    with_4("read", tmp_path)
+    with_4("read")
     for name, found in torch.load(tmp_path / "logits.pt").items():
         assert torch.equal(found, torch.load(tmp_path / name / "logits.pt")), name

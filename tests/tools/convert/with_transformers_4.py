@@ -1,7 +1,7 @@
 """Run by a Python that has transformers 4: writes the tiny models of hf_models.py, or reads exports of them.
 
-python with_transformers_4.py write SHAPES.json FOLDER    models and their logits, by family
-python with_transformers_4.py read FOLDER                 logits of each FOLDER/FAMILY/out, in FOLDER/logits.pt
+python with_transformers_4.py write FOLDER    models of FOLDER/shapes.json and their logits, by family
+python with_transformers_4.py read FOLDER     logits of each FOLDER/FAMILY/out, in FOLDER/logits.pt
 """
 
 import json
@@ -37,10 +37,10 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def write(shapes: Path, folder: Path) -> None:
+def write(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    for name, shape in json.loads(shapes.read_text()).items():
+    for name, shape in json.loads((folder / "shapes.json").read_text()).items():
         eager = {"attn_implementation": shape.pop("attn_implementation")} if "attn_implementation" in shape else {}
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**as_4_takes_it(shape)), **eager)
@@ -61,4 +61,4 @@ def read(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    (write if sys.argv[1] == "write" else read)(*map(Path, sys.argv[2:]))
+    (write if sys.argv[1] == "write" else read)(Path(sys.argv[2]))
