@@ -2,6 +2,7 @@
 say is read, refused or listed."""
 
 import json
+from inspect import getfile
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from safetensors.torch import save_file
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.build import build_attention
+from moba_train.registry import MODEL_FAMILIES
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf, imported_recipe
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.hf.config import parse_layer, read_family, read_model_config
+from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.files import SINGLE
 from moba_train.tools.inference.generate import generate
 from moba_train.tools.saved_recipe import open_checkpoint
@@ -282,6 +285,12 @@ def test_a_key_that_nothing_reads_is_listed(model_type: str, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     family, read = read_family(tmp_path)
     assert family.unread(read) == ["attention_chunks"]
+
+
+def test_a_family_is_one_file_of_at_most_120_lines() -> None:
+    """Beyond the base of all, which has Llama's and Qwen's as well."""
+    files = {Path(getfile(MODEL_FAMILIES[name])) for name in MODEL_FAMILIES} - {Path(getfile(Family))}
+    assert {file.name: lines for file in files if (lines := len(file.read_text().splitlines())) > 120} == {}
 
 
 def test_a_model_that_no_architecture_has_is_refused_by_its_keys() -> None:
