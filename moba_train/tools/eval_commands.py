@@ -122,8 +122,8 @@ def lm_eval(
     decode: Annotated[
         DecodeAttention,
         typer.Option(
-            help="attention of generated tokens: full (layers with windows or states: as trained), or each layer's own; "
-            "prompts are read as --attention says",
+            help="attention of generated tokens: full (layers with windows or states: as trained), or each layer's "
+            "own; prompts are read as --attention says",
         ),
     ] = DecodeAttention.full,
     answer: Annotated[
