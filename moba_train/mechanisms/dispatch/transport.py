@@ -53,7 +53,7 @@ class DispatchSpec(TransportSpec):
     name = "dispatch"
     # Measured on four H200 at 256K, MoBA 512/8: 2,897 ms with a sink, 608 without
     # (benchmarks/results/context-skew-h200.json).
-    not_for_auto = "only as configured: the owner of blocks that all queries select would attend for all of them"
+    not_for_auto = "only if it is named: the owner of blocks that all queries select would attend for all of them"
 
     def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
         """Over the group's own connections."""
@@ -176,14 +176,6 @@ class Dispatch(Transport):
             route.add(dq_nHD.flatten(0, 1), route.send_back(dq_FD))
         dk_nKD, dv_nKD = (owner.give_back(x.to(state.k.dtype)) for x in (dk_UKD, dv_UKD))
         return padded(dq_nHD.to(state.q.dtype), rows), padded(dk_nKD, rows), padded(dv_nKD, rows)
-
-    def gather(self, x_LHD: Tensor) -> Tensor:
-        """One all-gather."""
-        return self.gathered.gather(x_LHD)
-
-    def sum_shards(self, x_RLx: Tensor) -> Tensor:
-        """One all-to-all."""
-        return self.gathered.sum_shards(x_RLx)
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of this rank's queries."""

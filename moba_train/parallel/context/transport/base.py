@@ -50,6 +50,7 @@ class Transport(ABC):
 
     rank: int
     """Index of this rank's shard in the call's sequence."""
+    communicator: Communicator
     of_all_ranks: Communicator | None = None
     """Communication among all ranks of the sequence, if the transport has it: for `AttentionFacts.exchange`."""
 
@@ -67,13 +68,15 @@ class Transport(ABC):
     def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Gradients of this rank's shard: (dq, dk, dv). `state` and `selection` hold the results of `forward`."""
 
-    @abstractmethod
     def gather(self, x_LHD: Tensor) -> Tensor:
-        """The shards of all ranks, [R * L, ...] in rank order, on every rank; not differentiable."""
+        """The shards of all ranks, [R * L, ...] in rank order, on every rank, by one all-gather; not differentiable."""
+        (shards_RL,) = self.communicator.all_gather(x_LHD.contiguous()).wait()
+        return shards_RL
 
-    @abstractmethod
     def sum_shards(self, x_RLx: Tensor) -> Tensor:
-        """The sum over the ranks of their rows for this rank, [L, ...], from [R * L, ...]; not differentiable."""
+        """The sum over the ranks of their rows for this rank, [L, ...], from [R * L, ...], by one all-to-all; not
+        differentiable."""
+        return sum_over_ranks(x_RLx, self.communicator)
 
     @abstractmethod
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
