@@ -131,11 +131,11 @@ def print_environment(console: Console) -> None:
         table.add_column(column, overflow="fold")
     for package in OPTIONAL_PACKAGES:
         reason = import_problem(package.features)
-        version = _version(package.name)
-        if version is None and reason.startswith("ModuleNotFoundError"):
+        found = _version(package.name)
+        if found is None and reason.startswith("ModuleNotFoundError"):
             reason = "not installed"
         state = f"{reason}\n{package.install}" if reason else "usable"
-        table.add_row(package.name, package.gives, version or "-", state)
+        table.add_row(package.name, package.gives, found or "-", state)
     console.print(table)
 
 
