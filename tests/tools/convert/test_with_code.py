@@ -1,4 +1,7 @@
-"""An export with code runs in transformers where this package cannot be imported, and says what our model says."""
+"""An export with code runs in transformers where this package cannot be imported, and says what our model says.
+
+MOBA_EXPORT_PYTHON: another Python to run it in, such as that of an environment with torch and transformers alone.
+"""
 
 import json
 import os
@@ -196,7 +199,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         export_to_hf(saved, root / family / "out", torch.float32, shard_bytes=40_000, with_code=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(
-        [sys.executable, str(without_package.__file__), "prompts.pt", *LAYERS_OF],
+        [os.environ.get("MOBA_EXPORT_PYTHON", sys.executable), str(without_package.__file__), "prompts.pt", *LAYERS_OF],
         env=environment | {"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"},
         cwd=root,
         check=True,
