@@ -1,8 +1,8 @@
 """The kernels of attention to selected blocks as a folder of their own, in the layout of Hugging Face's kernels hub.
 
 A kernel without compiled parts is the Python package build/torch-universal, whose imports are relative and whose
-metadata.json names no dependency. Ours is the files that kernel_entry.py imports and every kernel of the forward pass
-in the table of kernels, with their imports changed and nothing else.
+metadata.json says what it is and names no dependency. Ours is the files that kernel_entry.py imports and every kernel
+of the forward pass in the table of kernels, with their imports changed and nothing else.
 """
 
 import ast
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import moba_train
+from moba_train import __version__
 from moba_train.attention.kernels.table import KERNELS
 from moba_train.output_files import write_new
 
@@ -32,7 +33,14 @@ def write_kernels(output: Path) -> None:
         dots = "." * (1 if path == _ENTRY else path.count("/") + 1)
         text = (_PACKAGE / path).read_text(encoding="utf-8")
         write_new(target, _IMPORT.sub(rf"\g<1>{dots}\g<2>", text))
-    metadata = {"name": "moba_train_kernels", "version": 1, "license": "apache-2.0", "python-depends": []}
+    metadata = {
+        "name": "moba-train-kernels",
+        "id": "_moba_train_kernels_" + __version__.replace(".", "_"),
+        "version": 1,
+        "license": "apache-2.0",
+        "python-depends": [],
+        "backend": {"type": "cuda"},
+    }
     write_new(folder / "metadata.json", json.dumps(metadata, indent=2) + "\n")
 
 

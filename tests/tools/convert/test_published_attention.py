@@ -52,6 +52,9 @@ def test_transformers_runs_msa_as_minimax_m3(tmp_path: Path) -> None:
 
     export(tmp_path, M3, [{"kind": "full"}, MSA, MSA], MINIMAX)
     expected = check_it_comes_back(tmp_path)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Programs that know this architecture run it with the attention above.\n" in card
+    assert "trust_remote_code" not in card
     theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(theirs).__name__ == "MiniMaxM3VLForCausalLM"
     with torch.no_grad():
@@ -64,6 +67,7 @@ def test_infllm_v2_goes_out_as_minicpm(tmp_path: Path) -> None:
     check_it_comes_back(tmp_path)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["MiniCPMForCausalLM"]
+    assert "from_pretrained(FOLDER, trust_remote_code=True)" in (tmp_path / "out" / "README.md").read_text()
     assert config["sparse_config"] == {
         **{"kernel_size": 8, "kernel_stride": 4, "init_blocks": 1, "block_size": 16, "window_size": 32, "topk": 3},
         **{"use_nope": False, "dense_len": 32},

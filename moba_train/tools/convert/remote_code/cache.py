@@ -84,12 +84,16 @@ class Kept:
         super().reorder_cache(beam_idx)  # type: ignore[misc]  # that of transformers' layer
         self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
-    def crop(self, *arguments: Any) -> None:
+    def crop(self, length: int) -> None:
+        """Cut off the last -`length` tokens, or in earlier releases of transformers all but the first `length`."""
         if self.states:
             raise ValueError("cache: cannot be cut, because layers of this model keep a state of all tokens")
-        super().crop(*arguments)  # type: ignore[misc]
+        self._crop(length)
         # Mean keys stay: those of blocks that are no longer complete are computed again once they are.
         self.rows = {name: rows[:, :, : self.get_seq_length()] for name, rows in self.rows.items()}
+
+    def _crop(self, length: int) -> None:
+        super().crop(length)  # type: ignore[misc]
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -119,11 +123,32 @@ class BlockCacheLayer(Kept, DynamicLayer):
 
 
 class StaticBlockCacheLayer(Kept, StaticLayer):
-    """A layer of a StaticCache, whose room for keys and values is made at once."""
+    """A layer of a StaticCache, whose room for keys and values is made at once.
+
+    It counts its tokens itself: transformers 5.0 counts keys that are not zero, and later releases by a tensor.
+    """
 
     is_compileable = False
+    tokens = 0
 
-    def update(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(*arguments)
-        tokens = self.get_seq_length()
-        return keys[:, :, :tokens], values[:, :, :tokens]
+    def update(self, keys: Tensor, values: Tensor, *_arguments: Any) -> tuple[Tensor, Tensor]:
+        """All keys and values so far. Raises ValueError if there is no room for the new ones."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        end = self.tokens + keys.shape[2]
+        if end > self.max_cache_len:
+            raise ValueError(f"cache: {end} tokens given, allowed: {self.max_cache_len}")
+        for kept, new in ((self.keys, keys), (self.values, values)):
+            kept[:, :, self.tokens : end] = new
+        self.tokens = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def _crop(self, length: int) -> None:
+        self.tokens = length if length > 0 else self.tokens + length
+
+    def reset(self) -> None:
+        super().reset()
+        self.tokens = 0
