@@ -18,7 +18,7 @@ from moba_train.tools.convert.kernel_folder import write_kernels
 from moba_train.tools.hf.family import Family
 
 _CODE = Path(__file__).parent / "remote_code"
-_SECTIONS = ("cache", "attention", "selectors", "nsa", "linear", "experts", "modeling")
+_SECTIONS = ("cache", "attention", "selectors", "nsa", "linear", "groups", "experts", "modeling")
 """Files of the code, each behind those that it imports."""
 DESCRIPTIONS = {
     "modeling_moba_train.py": "the model's code, for transformers without moba_train",
@@ -45,6 +45,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "nsa": frozenset(
         {"compressed_block", "stride", "hidden", "block_size", "topk", "first", "local", "window", "separate_kv"}
     ),
+    "by_group": frozenset({"parts", "mode"}),
     "lightning": frozenset({"decay"}),
     "gdn": frozenset(),
     "kda": frozenset(),
@@ -66,12 +67,16 @@ def code_problems(kinds: Sequence[AttentionKind], ropes: Sequence[LayerRope]) ->
         if rope not in ROPES:
             yield f"rope {rope!r} is not one of {', '.join(ROPES)}, which the code of --with-code can run"
     for kind in dict.fromkeys(kinds):
-        if kind.name not in LAYERS:
-            yield f"kind {kind.name!r} is not one of {', '.join(LAYERS)}, which the code of --with-code can run"
-        else:
-            given = {option for option, value in full_entry(kind).items() if value is not None}
-            for option in sorted(given - {"kind"} - LAYERS[kind.name]):
-                yield f"option {option!r} of kind {kind.name!r} is unknown to the code of --with-code"
+        entry = full_entry(kind)
+        parts = [part["options"] | {"kind": part["kind"]} for part in entry.get("parts", [])]
+        for one in [entry, *parts]:
+            name = one["kind"]
+            if name not in LAYERS:
+                yield f"kind {name!r} is not one of {', '.join(LAYERS)}, which the code of --with-code can run"
+                continue
+            given = {option for option, value in one.items() if value is not None}
+            for option in sorted(given - {"kind", "backend"} - LAYERS[name]):
+                yield f"option {option!r} of kind {name!r} is unknown to the code of --with-code"
 
 
 def write_code(output: Path) -> None:

@@ -1,7 +1,7 @@
 """vLLM with the plugin continues prompts as `moba-train generate` does, token by token: where vLLM is installed.
 
 MOBA_VLLM_TOKENS: length of the longest of 50 prompts; 32768 for the long form, whose model is a miniature; 500 unless
-given.
+given. MOBA_VLLM_ENGINE: further arguments of `vllm.LLM`, as JSON.
 """
 
 import json
@@ -145,7 +145,7 @@ def ask(folder: Path, engine: dict[str, Any], plugin: bool = True, **request: An
         "enforce_eager": True,
     }
     file = folder / "request.json"
-    engine = {"model": str(folder), **usual, **engine}
+    engine = {"model": str(folder), **usual, **engine, **json.loads(os.environ.get("MOBA_VLLM_ENGINE", "{}"))}
     file.write_text(json.dumps({"engine": engine, "tokens": NEW, **request}))
     program = [sys.executable, "-m", "tests.integrations.vllm.answers", str(file)]
     answered = subprocess.run(

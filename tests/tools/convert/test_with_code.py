@@ -44,6 +44,7 @@ from tests.tools.convert.hf_models import VOCAB, logits, make_hf_model, random_t
 from tests.tools.convert.without_package import NEW
 
 PROMPTS = [random_tokens(150), random_tokens(93)]
+BLOCKS: dict[str, Any] = {"block_size": 16, "topk": 3}
 LAYERS_OF: dict[str, list[dict[str, Any]]] = {
     "llama3": [
         {"kind": "moba", "block_size": 16, "topk": 3},
@@ -85,6 +86,23 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
         | {"separate_kv": False, "hidden": 5, "first": 0},
         {"kind": "full"},
     ],
+    "groups": [
+        {"kind": "by_group", "parts": [{"groups": [1], "kind": "moba", "options": BLOCKS | {"key_conv": 3}}]},
+        {"kind": "by_group", "parts": [{"groups": [1, 2], "kind": "msa", "options": BLOCKS | {"index_dim": 4}}]}
+        | {"mode": "sparse"},
+        {
+            "kind": "by_group",
+            "parts": [
+                {"groups": [2], "kind": "moba", "options": {"block_size": 8, "topk": 5, "select": "group"}},
+                {
+                    "groups": [0],
+                    "kind": "infllm_v2",
+                    "options": BLOCKS | {"topk": 4, "local_blocks": 2, "dense_len": 32} | {"window": 8, "stride": 4},
+                },
+                {"groups": [1], "kind": "window", "options": {"window": 32}},
+            ],
+        },
+    ],
     "seer": [
         {"kind": "seer", "block_size": 16, "topk": 3},
         {"kind": "seer", "block_size": 16, "topk": 4, "threshold": 0.15, "gate_dim": 4},
@@ -116,6 +134,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "indexer": {"qk_norm": True, "moe": {"experts": 5, "active": 2, "intermediate_size": 16}},
     "seer": {"norms": "both", "centered_norms": True, "activation": "gelu_tanh", "qk_norm": True, "head_dim": 16},
     "nsa": {"qk_norm": True, "qkv_bias": True},
+    "groups": {"kv_heads": 3, "qk_norm": True},
     "states": {"gate_layers": [0, 2], "output_gate": "head", "tie_embeddings": True},
     "sinks": {
         "sink_layers": "all",
@@ -133,7 +152,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
 }
-PARAMETRIC = ("msa", "qsa", "indexer", "nsa", "seer", "lightning", "gdn", "kda")
+PARAMETRIC = ("msa", "qsa", "indexer", "nsa", "seer", "lightning", "gdn", "kda", "by_group")
 CUT = [name for name in LAYERS_OF if name != "states"]
 """Models whose cache can be cut."""
 AS_TRAINED = [name for name in LAYERS_OF if name != "seer"]

@@ -40,6 +40,12 @@ class Kept:
         """Other rows of all tokens, [B, heads, S, width], by name."""
         self.states: dict[str, Tensor] = {}
         """States of all tokens so far, [B, ...], by name."""
+        self.parts: dict[str, KeptPart] = {}
+        """What parts of the heads keep, by name."""
+
+    def part(self, name: str) -> "KeptPart":
+        """What a part of the heads keeps."""
+        return self.parts.setdefault(name, KeptPart(self))
 
     def append(self, name: str, new: Tensor) -> Tensor:
         """The rows of all tokens, with the new ones."""
@@ -52,9 +58,9 @@ class Kept:
         new = call.q.shape[2]
         done = (tokens - new) // block_size
         complete = tokens // block_size
-        assert self.keys is not None  # `update` came before
         if self.pooled is None:
-            self.pooled = self.keys[:, :, :0]
+            _, heads, _, width = call.k.shape
+            self.pooled = call.k.new_zeros(self.texts(), heads, 0, width)
         missing = complete - self.pooled.shape[2]
         if missing > 0:
             self.pooled = F.pad(self.pooled, (0, 0, 0, missing))
@@ -70,15 +76,21 @@ class Kept:
 
     def set_state(self, name: str, text: Text, state: Tensor) -> None:
         """Replace the state of some texts."""
-        assert self.keys is not None
         if name not in self.states:
-            self.states[name] = state.new_zeros(len(self.keys), *state.shape[1:])
+            self.states[name] = state.new_zeros(self.texts(), *state.shape[1:])
         self.states[name] = self.states[name].index_copy(0, _indices(text, state), state)
+
+    def texts(self) -> int:
+        """Texts of the batch."""
+        assert self.keys is not None  # `update` came before
+        return len(self.keys)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         self.rows = {name: change(rows) for name, rows in self.rows.items()}
         self.states = {name: change(state) for name, state in self.states.items()}
         self.pooled = None if self.pooled is None else change(self.pooled)
+        for part in self.parts.values():
+            part._each(change)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]  # that of transformers' layer
@@ -90,7 +102,8 @@ class Kept:
             raise ValueError("cache: cannot be cut, because layers of this model keep a state of all tokens")
         self._crop(length)
         # Mean keys stay: those of blocks that are no longer complete are computed again once they are.
-        self.rows = {name: rows[:, :, : self.get_seq_length()] for name, rows in self.rows.items()}
+        for kept in (self, *self.parts.values()):
+            kept.rows = {name: rows[:, :, : self.get_seq_length()] for name, rows in kept.rows.items()}
 
     def _crop(self, length: int) -> None:
         super().crop(length)  # type: ignore[misc]
@@ -100,9 +113,24 @@ class Kept:
         self.pooled = None
         self.rows = {}
         self.states = {}
+        self.parts = {}
 
     def get_seq_length(self) -> int:
         return int(super().get_seq_length())  # type: ignore[misc]
+
+
+class KeptPart(Kept):
+    """What a part of a layer's heads keeps. The layer has the keys and values."""
+
+    def __init__(self, layer: Kept) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def get_seq_length(self) -> int:
+        return self._layer.get_seq_length()
+
+    def texts(self) -> int:
+        return self._layer.texts()
 
 
 def _indices(text: Text, like: Tensor) -> Tensor:

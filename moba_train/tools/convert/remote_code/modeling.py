@@ -3,9 +3,9 @@
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 Each layer attends as its entry of `moba.layers` in config.json says, by one of the kinds in the sections `attention`,
-`selectors`, `nsa` and `linear`. The rest of the model is that of its `model_type`, if this is Llama's, Qwen2's or
-Qwen3's, or else in `moba.model` and `moba.ropes`. A prompt is read with each layer's own attention. New tokens, one at
-a time, attend to every token before them, as in MoBA's paper, unless `moba_decode` is "own":
+`selectors`, `nsa`, `linear` and `groups`. The rest of the model is that of its `model_type`, if this is Llama's,
+Qwen2's or Qwen3's, or else in `moba.model` and `moba.ropes`. A prompt is read with each layer's own attention. New
+tokens, one at a time, attend to every token before them, as in MoBA's paper, unless `moba_decode` is "own":
 from_pretrained(..., moba_decode="own"). Several tokens in one call always attend as their layer does, so speculative
 decoding needs "own". Layers with a state know one way only.
 
@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from . import linear, nsa, selectors  # noqa: F401  # each adds its kinds to KINDS
+from . import groups, linear, nsa, selectors  # noqa: F401  # each adds its kinds to KINDS
 from .attention import KINDS, Call, New, Rotary, load_kernels, norm_of, shape_of
 from .cache import BlockCacheLayer, Kept, StaticBlockCacheLayer, Text, Texts
 from .experts import MixtureOfExperts
@@ -325,8 +325,9 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
     def _get_candidate_generator(self, *arguments: Any, **others: Any) -> Any:
         """Source of the guesses of speculative decoding, several of which come in one call. Raises ValueError if one at
         a time they would be read otherwise."""
-        for name in (entry["kind"] for entry in self.config.moba["layers"]):
-            if not KINDS[name].in_parts:
+        for layer in self.model["layers"]:
+            name = layer.self_attn.kind
+            if not layer.self_attn.get_submodule(name).in_parts:
                 raise ValueError(f"speculative decoding: not supported by layers of kind {name!r}")
             if name != "full" and getattr(self.config, "moba_decode", "full") == "full":
                 raise ValueError("moba_decode: 'full' given, allowed with speculative decoding: own")
