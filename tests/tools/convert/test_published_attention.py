@@ -118,6 +118,7 @@ def test_logits_are_those_of_minicpms_published_code(tmp_path: Path, layer: dict
             "minicpm",
             "attention of layer 2: kind is null; minicpm has 'infllm_v2'",
         ),
+        (MINICPM, [MSA] * 3, "minicpm", "minicpm: kind 'msa' of layer 0: allowed in MiniCPM: full, infllm_v2"),
         (MINICPM | {"qk_norm": True}, [INFLLM] * 3, "minicpm", "qk_norm is false, not true"),
         (MINICPM, [INFLLM] * 3, "minicpm5", "model_type is 'minicpm5', allowed: llama"),
     ],
