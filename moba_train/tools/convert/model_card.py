@@ -142,7 +142,7 @@ def _use(
                 if needs_code
                 else "Without `trust_remote_code` the model is an ordinary one with full attention."
             )
-            + " The kernels in `kernels/` read prompts in 16 bits on NVIDIA GPUs; without the folder plain PyTorch does."
+            + " The kernels in `kernels/` read prompts in 16 bits on NVIDIA GPUs; without them plain PyTorch does."
         )
     elif [*elsewhere] == [published_entry(kind) for kind in kinds]:
         yield "Programs that know this architecture run it with the attention above." + (

@@ -35,7 +35,8 @@ def extension(sparse: dict[str, int]) -> dict[str, Any]:
 
     def stage1(q_THd: Tensor, k_WKd: Tensor, _: Tensor, **_others: Any) -> Tensor:
         """Softmax over the windows complete at a query, summed over the heads of a key/value head [K, T, W]."""
-        tokens, _, d = q_THd.shape
+        tokens = len(q_THd)
+        d = q_THd.shape[2]
         ends_W = torch.arange(len(k_WKd)) * stride + window
         scores = torch.einsum("tkgd,wkd->kgtw", q_THd.unflatten(1, (k_WKd.shape[1], -1)), k_WKd) * d**-0.5
         scores = scores.masked_fill(ends_W > torch.arange(1, tokens + 1)[:, None], -torch.inf)
@@ -72,24 +73,29 @@ def pad_input(x: Tensor, _: Tensor, batch: int, tokens: int) -> Tensor:
     return x.unflatten(0, (batch, tokens))
 
 
+def stable_topk(x: Tensor, count: int, dim: int = -1) -> Any:
+    """`topk`, which of equal values takes the first."""
+    return types.SimpleNamespace(indices=x.sort(dim=dim, descending=True, stable=True).indices[..., :count])
+
+
 @torch.no_grad()
 def main(code: str, export: str) -> None:
     config_json = json.loads(Path(export, "config.json").read_text())
     sparse = config_json.get("sparse_config")
     if sparse:
         padding = {"index_first_axis": lambda x, rows: x[rows], "pad_input": pad_input, "unpad_input": None}
-        for name, functions in {
+        modules: dict[str, dict[str, Any]] = {
             "flash_attn": {"flash_attn_func": None, "flash_attn_varlen_func": None},
             "flash_attn.bert_padding": padding,
             "infllm_v2": extension(sparse),
-        }.items():
+        }
+        for name, functions in modules.items():
             module = sys.modules[name] = types.ModuleType(name)
             module.__spec__ = ModuleSpec(name, None)
             module.__dict__.update(functions)
         import_module("transformers.utils").is_flash_attn_greater_or_equal_2_10 = lambda: True  # type: ignore[attr-defined]
         torch.cuda.is_available = lambda: True  # else the code takes another attention
-        stable = lambda x, count, dim: x.sort(dim=dim, descending=True, stable=True)[1][..., :count]  # noqa: E731
-        torch.Tensor.topk = lambda x, count, dim=-1: types.SimpleNamespace(indices=stable(x, count, dim))  # type: ignore[assignment, method-assign]
+        torch.Tensor.topk = stable_topk  # type: ignore[assignment, method-assign]  # that of blocks alone is called
     torch.set_default_dtype(torch.float64)
     folder = Path(code)
     sys.path.insert(0, str(folder.parent))

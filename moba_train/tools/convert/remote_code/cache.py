@@ -166,10 +166,12 @@ class StaticBlockCacheLayer(Kept, StaticLayer):
         end = self.tokens + keys.shape[2]
         if end > self.max_cache_len:
             raise ValueError(f"cache: {end} tokens given, allowed: {self.max_cache_len}")
-        for kept, new in ((self.keys, keys), (self.values, values)):
-            kept[:, :, self.tokens : end] = new
+        all_keys: Any = self.keys
+        all_values: Any = self.values
+        all_keys[:, :, self.tokens : end] = keys
+        all_values[:, :, self.tokens : end] = values
         self.tokens = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return all_keys[:, :, :end], all_values[:, :, :end]
 
     def get_seq_length(self) -> int:
         return self.tokens

@@ -70,8 +70,10 @@ class ByGroup(Kind):
         """The outputs of the parts, each where its heads are."""
         out_BKGTd = torch.empty_like(call.q).unflatten(1, (self.kv_heads, -1))
         for name, groups in self.groups.items():
-            heads = [self.of_part(x, name) for x in (call.q, call.k, call.v)]
-            own = Call(*heads, call.text, call.store.part(name), self.new_of(call.new, name), *call[6:])
+            q_BHTd, k_BKSd, v_BKSd = (self.of_part(x, name) for x in (call.q, call.k, call.v))
+            own = call._replace(
+                q=q_BHTd, k=k_BKSd, v=v_BKSd, store=call.store.part(name), new=self.new_of(call.new, name)
+            )
             kind: Any = self.get_submodule(name)
             out_BHTd = kind.attend_to_all(own) if to_all else kind(own)
             out_BKGTd[:, groups] = out_BHTd.unflatten(1, (len(groups), -1))

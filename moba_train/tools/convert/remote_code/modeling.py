@@ -82,7 +82,8 @@ def block_cache(cache: Any, layers: int) -> Any:
         cache.layers = [BlockCacheLayer() for _ in range(layers)]
     if type(cache) is StaticCache and not cache.offloading and cache.get_seq_length() == 0:
         # All with room for all tokens, whatever windows the config has.
-        most = max(layer.max_cache_len for layer in cache.layers)
+        layers_of_cache: Any = cache.layers
+        most = max(layer.max_cache_len for layer in layers_of_cache)
         cache.layers = [StaticBlockCacheLayer(most) for _ in range(layers)]
     if not all(isinstance(layer, Kept) for layer in cache.layers):
         raise ValueError(
@@ -331,7 +332,7 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"speculative decoding: not supported by layers of kind {name!r}")
             if name != "full" and getattr(self.config, "moba_decode", "full") == "full":
                 raise ValueError("moba_decode: 'full' given, allowed with speculative decoding: own")
-        return super()._get_candidate_generator(*arguments, **others)
+        return super()._get_candidate_generator(*arguments, **others)  # type: ignore[misc]  # transformers' own self
 
     def rotations(self, position_ids: Tensor) -> list[Rotary]:
         """The rotary embedding of each layer, one object for equal ones."""
