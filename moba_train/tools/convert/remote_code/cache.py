@@ -41,10 +41,10 @@ class Kept:
         self.states: dict[str, Tensor] = {}
         """States of all tokens so far, [B, ...], by name."""
         self.parts: dict[str, KeptPart] = {}
-        """What parts of the heads keep, by name."""
+        """Those of parts of the heads, by name."""
 
     def part(self, name: str) -> "KeptPart":
-        """What a part of the heads keeps."""
+        """Tensors that a part of the heads keeps."""
         return self.parts.setdefault(name, KeptPart(self))
 
     def append(self, name: str, new: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Kept:
 
 
 class KeptPart(Kept):
-    """What a part of a layer's heads keeps. The layer has the keys and values."""
+    """Tensors that a part of a layer's heads keeps. The layer has the keys and values."""
 
     def __init__(self, layer: Kept) -> None:
         super().__init__()
