@@ -6,13 +6,13 @@ of the forward pass in the table of kernels, with their imports changed and noth
 """
 
 import ast
+import hashlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import moba_train
-from moba_train import __version__
 from moba_train.attention.kernels.table import KERNELS
 from moba_train.output_files import write_new
 
@@ -26,16 +26,18 @@ _IMPORT = re.compile(r"^( *from )moba_train\.([\w.]+)(?= import )", flags=re.MUL
 def write_kernels(output: Path) -> None:
     """Write the kernels into the folder of an export."""
     folder = output / FOLDER
+    digest = hashlib.sha256()
     for path in sorted(_needed()):
         target = folder / ("__init__.py" if path == _ENTRY else path)
         target.parent.mkdir(parents=True, exist_ok=True)
         # One dot is the file's own package; the root has one for an entry, and one more for each folder below.
         dots = "." * (1 if path == _ENTRY else path.count("/") + 1)
-        text = (_PACKAGE / path).read_text(encoding="utf-8")
-        write_new(target, _IMPORT.sub(rf"\g<1>{dots}\g<2>", text))
+        text = _IMPORT.sub(rf"\g<1>{dots}\g<2>", (_PACKAGE / path).read_text(encoding="utf-8"))
+        digest.update(text.encode())
+        write_new(target, text)
     metadata = {
         "name": "moba-train-kernels",
-        "id": "_moba_train_kernels_" + __version__.replace(".", "_"),
+        "id": f"_moba_train_kernels_{digest.hexdigest()[:8]}",
         "version": 1,
         "license": "apache-2.0",
         "python-depends": [],

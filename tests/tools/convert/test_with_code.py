@@ -464,6 +464,9 @@ def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path, monkey
     monkeypatch.setitem(LAYERS, "window", frozenset({"window"}))
     (problem,) = code_problems([WindowKind(WindowKind.Options(window=8, sinks=2), 8)], [])
     assert problem.startswith("option 'sinks' of kind 'window' is unknown")
+    parts = {"parts": [{"groups": [1], "kind": "moba_v1", "options": BLOCKS}]}
+    (problem,) = code_problems([KINDS["by_group"](KINDS["by_group"].Options.model_validate(parts), 8)], [])
+    assert problem.startswith("kind 'moba_v1' is not one of full")
     save_run(tmp_path, "qwen2", [{"kind": "moba_v05", "block_size": 16, "topk": 3}])
     saved = open_checkpoint(tmp_path / "run")
     with pytest.raises(CheckpointError, match="kind 'moba_v05' is not one of full, window, moba, moba_window, msa"):
