@@ -53,10 +53,10 @@ def test_it_computes_what_one_device_does(name: str, found: dict[str, Found]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [8, 16])
-def test_ranks_as_pipeline_context_and_expert_parallelism(count: int, ranks: Ranks, tmp_path: Path) -> None:
-    """pp 2 x cp 2 x ep 4: each pipeline rank with a quarter of the experts of its layers, which two share among 16."""
-    cases = [(RECOMPUTED, {"pp": 2, "cp": 2, "ep": 4})]
+@pytest.mark.parametrize(("count", "tp"), [(8, 1), (16, 2)])
+def test_ranks_as_pipeline_context_and_expert_parallelism(count: int, tp: int, ranks: Ranks, tmp_path: Path) -> None:
+    """pp 2 x cp 2 x ep 4, each pipeline rank with a quarter of the experts of its layers, alone and with tp 2."""
+    cases = [(RECOMPUTED, {"pp": 2, "cp": 2, "ep": 4, "tp": tp})]
     ranks.work(worker, (cases, str(tmp_path / "results.pt")), count)
     (got,) = torch.load(tmp_path / "results.pt", weights_only=True)
     assert_equal(got, on_one_device(RECOMPUTED))
