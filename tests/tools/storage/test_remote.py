@@ -33,6 +33,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("s3://", "names no folder"),
         ("s3://bucket/../other", "names no folder"),
         ("file://run", "is not absolute; allowed: file:///folder"),
+        ("s3://bucket::file:///etc", "has a `@`, `?`, `#` or `::`"),
         ("s3://ID:hidden-word@bucket/run", "credentials have no place in an address"),
         ("s3://bucket/run?secret=hidden-word", "credentials have no place in an address"),
     ],
