@@ -22,8 +22,8 @@ from moba_train.tools.storage.remote import (
 
 
 class ResumeFromOptions(Address):
-    """Checkpoint that a run without any of its own, here or in `upload`, resumes from: a folder step_..., or the newest
-    of another run's uploads or run folder."""
+    """Checkpoint with which a run begins that has none yet, here or in `upload`: a folder step_..., or the newest of
+    another run's uploads or run folder."""
 
 
 class ResumeFrom:
