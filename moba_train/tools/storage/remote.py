@@ -76,9 +76,9 @@ class Address(Section):
     """Place of checkpoints elsewhere."""
 
     address: str = Field(
-        description="s3://BUCKET/FOLDER (`pip install s3fs`), gs://BUCKET/FOLDER (gcsfs) or file:///FOLDER; credentials "
-        "come from the environment or the files that the store's package reads. The address alone is short for the "
-        "section",
+        description="s3://BUCKET/FOLDER (`pip install s3fs`), gs://BUCKET/FOLDER (gcsfs) or file:///FOLDER; "
+        "credentials come from the environment or the files that the store's package reads. The address alone is short "
+        "for the section",
     )
 
     @model_validator(mode="before")

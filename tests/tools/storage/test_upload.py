@@ -15,8 +15,8 @@ from moba_train.errors import UserError
 from moba_train.foreign_files import local_path
 from moba_train.resolve.run import RunFolders
 from moba_train.tools.storage import upload
-from moba_train.tools.storage.remote import RemoteFolder, StorageError, complete_steps
 from moba_train.tools.storage.fetch import METRICS
+from moba_train.tools.storage.remote import RemoteFolder, StorageError, complete_steps
 from moba_train.tools.storage.resume_from import ResumeFrom, ResumeFromOptions
 from moba_train.tools.storage.upload import Upload, UploadOptions
 from tests.checkpoint.test_publish import publish_step, steps
