@@ -128,8 +128,8 @@ def move_hooks(module: nn.Module, outer: nn.Module) -> None:
 
 
 def unshared_groups(model: nn.Module) -> list[Any]:
-    """FSDP's groups of parameters that this rank has alone, as objects of FSDP. Tried with torch 2.11 and 2.13. Without
-    it: FSDP copies such weights and gradients twice in each pass (parallel/forward.py)."""
+    """FSDP's groups of parameters that this rank has alone, as FSDP's objects. Tried with torch 2.11 and 2.13.
+    Without it: FSDP copies such weights and gradients twice in each pass (parallel/forward.py)."""
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
     return [group for group in groups if group is not None and group.mesh_info.mesh.size() == 1]
