@@ -91,6 +91,10 @@ def test_training_begins_with_weights_at_an_address(run: Run, tmp_path: Path, co
 def test_inputs_of_moba_data_may_be_addresses(tmp_path: Path, line: Line) -> None:
     address = f"s3://{BUCKET}/{tmp_path.name}"
     store = RemoteFolder(address)
+    with pytest.raises(UserError, match=f"--input: {address}: there is nothing"):
+        find_files([address], ["*.txt"], [])
+    with pytest.raises(UserError, match="--evaluations: an address has no known scheme"):
+        find_files(["ftp://host/a.txt"], ["*.txt"], [], option="--evaluations")
     texts = {"a.txt": b"one", "deep/b.txt": b"two", "c.bin": b"no text"}
     for name, content in texts.items():
         store.write(name, content)
