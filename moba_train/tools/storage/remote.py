@@ -111,7 +111,8 @@ class RemoteFolder:
 
     def __init__(self, address: str) -> None:
         if (problem := address_problem(address)) is not None:
-            raise StorageError(f"an address {problem}")
+            named = "an address" if re.search("[?#@]", address) else address  # not what may be a secret
+            raise StorageError(f"{named} {problem}")
         if text := missing_package(address):
             raise StorageError(text)
         import fsspec
