@@ -93,7 +93,7 @@ def test_inputs_of_moba_data_may_be_addresses(tmp_path: Path, line: Line) -> Non
     store = RemoteFolder(address)
     with pytest.raises(UserError, match=f"--input: {address}: there is nothing"):
         find_files([address], ["*.txt"], [])
-    with pytest.raises(UserError, match="--evaluations: ftp://host/a.txt has no known scheme"):
+    with pytest.raises(UserError, match=r"--evaluations: ftp://host/a\.txt has no known scheme"):
         find_files(["ftp://host/a.txt"], ["*.txt"], [], option="--evaluations")
     texts = {"a.txt": b"one", "deep/b.txt": b"two", "c.bin": b"no text"}
     for name, content in texts.items():
