@@ -43,14 +43,7 @@ def fetch_newest(remote: RemoteFolder, files: Files, steps: Iterable[int], folde
 
     files: those of `remote`, in which the checkpoints are complete
     """
-    for path in small_files(folders):
-        if path.name in files and not path.exists():
-            temporary = temporary_path(path)  # a part of it would not be fetched again
-            try:
-                remote.get(path.name, temporary)
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+    fetch_small_files(remote, files, folders)
     marks = Marks.read(folders.checkpoints[0])
     metas = {step: meta_of(remote, step) for step in steps}
     usable = {step: meta is not None and marks.reason(meta) is None for step, meta in metas.items()}
@@ -63,6 +56,18 @@ def fetch_newest(remote: RemoteFolder, files: Files, steps: Iterable[int], folde
             problems.append(f"  - step {step}: {error}")
             logger.warning("the copy of the checkpoint of step %d cannot be used: %s", step, error)
     raise StorageError("\n".join([f"no copy in {remote.address} can be used:", *problems]))
+
+
+def fetch_small_files(remote: RemoteFolder, files: Files, folders: RunFolders) -> None:
+    """Fetch those of `small_files` that are there, and not here."""
+    for path in small_files(folders):
+        if path.name in files and not path.exists():
+            temporary = temporary_path(path)  # a part of it would not be fetched again
+            try:
+                remote.get(path.name, temporary)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
 
 
 def meta_of(remote: RemoteFolder, step: int) -> dict[str, Any] | None:

@@ -105,6 +105,7 @@ def test_a_new_run_resumes_from_the_copy_of_another_bitwise(run: Run, tmp_path: 
     assert branch.train_here() == 0
     assert [record["step"] for record in branch.records("resume")] == [4]
     assert_same_tensors(branch.newest_checkpoint, run.newest_checkpoint)
+    assert branch.losses() == run.losses(), "the metrics came with the checkpoint"
     shutil.rmtree(branch.run_dir)
     assert branch.train_here() == 0
     assert [record["step"] for record in branch.records("resume")][-1] == 12, "its own copy"
