@@ -18,7 +18,7 @@ from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.gates import short_blocks
 from moba_train.mechanisms.gates.distilled_gate import GateOptions
-from moba_train.mechanisms.gates.msa import IndexBranch, MsaKind
+from moba_train.mechanisms.gates.msa import IndexBranch, IndexOptions, MsaKind
 
 
 class QsaKind(MsaKind):
@@ -27,7 +27,7 @@ class QsaKind(MsaKind):
     name = "qsa"
     pooled = True
 
-    class Options(MsaKind.Options):
+    class Options(IndexOptions):
         """Options of `kind: qsa`."""
 
         block_size: Length = Field(4, description="tokens per entry; entries start again with each document")
