@@ -35,8 +35,13 @@ class QsaKind(MsaKind):
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
-        assert isinstance(options, QsaKind.Options)
+        assert isinstance(options, IndexOptions)
         return IndexBranch(model, options.index_dim or model.head_width, model.kv_heads, norms=True)
+
+    @classmethod
+    def key_heads(cls, options: Section, model: ModelConfig) -> int:
+        """Index keys of a token: one of each group."""
+        return model.kv_heads
 
     @classmethod
     def attends_by(cls, options: GateOptions, head_dim: int) -> type[GivenBlocks]:
