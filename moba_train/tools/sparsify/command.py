@@ -73,8 +73,8 @@ def sparsify(
 ) -> None:
     """Make a trained model sparse, and compare it with full attention trained on the same data.
 
-    Says what the budget costs (oracle), chooses the layers that stay full (calibration), trains model and scorer with
-    full attention and then the sparse model, which learns from its own full attention, evaluates, and writes a report
+    Says what the budget costs (oracle) and chooses the layers that stay full (calibration). Trains model and scorer
+    with full attention, then the sparse model, which learns from its own full attention. Evaluates, and writes a report
     and the model. Each step is an ordinary command; the same call goes on where the last one ended."""
     from moba_train.tools.sparsify import page, recipes, steps
     from moba_train.tools.sparsify.places import places
