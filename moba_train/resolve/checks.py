@@ -111,7 +111,7 @@ def stage_problems(
         *evaluation_problems(run.evaluation, settings),
         *exit_problems(run.evaluation, settings, config.stages, run.optim.schedule),
         *_layer_problems(config.model, stages),
-        *_trainable_problems(spec, stages, config.optim.lr_factors),
+        *_trainable_problems(spec, stages, () if allow_idle else config.optim.lr_factors),
         *(() if allow_idle else exclude_problems(spec, config.precision)),
     ]
 
