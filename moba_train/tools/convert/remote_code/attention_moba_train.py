@@ -374,6 +374,8 @@ class Kind(nn.Module):
     takes_sink = True
     keeps_state = False
     """True if a state stands for the keys and values of all tokens."""
+    decodes_full = True
+    """True if new tokens may attend to all tokens, where their layer does not."""
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__()
@@ -401,6 +403,7 @@ class Window(Kind):
     """Kind `window`."""
 
     OPTIONS = frozenset({"window", "sinks"})
+    decodes_full = False
 
     def forward(self, call: Call) -> Tensor:
         sdpa = self.implementation != "eager"

@@ -30,6 +30,7 @@ class Linear(Kind):
 
     takes_sink = False
     keeps_state = True
+    decodes_full = False
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__(config, options, layer)

@@ -216,7 +216,7 @@ class Attention(nn.Module):
             k_BKSd, v_BKSd = store.update(k_BKTd, v_BKTd)
         else:
             k_BKSd, v_BKSd = cache.update(k_BKTd, v_BKTd, self.layer)
-        decodes_full = self.decodes_full and before > 0 and x_BTD.shape[1] == 1 and not kind.keeps_state
+        decodes_full = self.decodes_full and before > 0 and x_BTD.shape[1] == 1 and kind.decodes_full
         sink_H = self.sink["weight"] if "sink" in self._modules else None
         out_BHTd = torch.zeros_like(new.q)
         for text in texts:
