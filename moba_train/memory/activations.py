@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.stages import Stage
@@ -133,6 +134,11 @@ class _Choice:
         self._transport = transport
         self._weights = all_weights_stay(stage, sizes)
 
+    @cached_property
+    def _flops(self) -> list[dict[Kept, float]]:
+        """`kept_flops` of each layer: a search for the best layout asks for them a hundred thousand times."""
+        return [{kept: kept_flops(self._model, self._stage, n, kept) for kept in Kept} for n in range(self._model.layers)]
+
     def result(self, layers: tuple[LayerActivations, ...]) -> StageActivations:
         memory = tuple(self._estimate.by_rank(layers, self._transport))
         return StageActivations(layers, memory, self._estimate.host_bytes(layers))
@@ -211,8 +217,8 @@ class _Choice:
         """on_host: what was kept before took no memory of the GPU."""
         added = self._estimate.kept_bytes(layer, after)
         added -= 0 if on_host else self._estimate.kept_bytes(layer, before)
-        flops = [kept_flops(self._model, self._stage, layer, kept) for kept in (before, after)]
-        return _Step(layer, after, round((flops[1] - flops[0]) * self._tokens / max(added, 1), 3))
+        flops = self._flops[layer][after] - self._flops[layer][before]
+        return _Step(layer, after, round(flops * self._tokens / max(added, 1), 3))
 
 
 def _dearest_first(steps: Iterable[_Step]) -> list[_Step]:
