@@ -137,7 +137,8 @@ class _Choice:
     @cached_property
     def _flops(self) -> list[dict[Kept, float]]:
         """`kept_flops` of each layer: a search for the best layout asks for them a hundred thousand times."""
-        return [{kept: kept_flops(self._model, self._stage, n, kept) for kept in Kept} for n in range(self._model.layers)]
+        model, stage = self._model, self._stage
+        return [{kept: kept_flops(model, stage, layer, kept) for kept in Kept} for layer in range(model.layers)]
 
     def result(self, layers: tuple[LayerActivations, ...]) -> StageActivations:
         memory = tuple(self._estimate.by_rank(layers, self._transport))
