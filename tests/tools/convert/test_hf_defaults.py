@@ -37,9 +37,6 @@ def assert_read_as_transformers_reads_it(folder: Path, config: dict[str, Any], r
     """`refused`: transformers may refuse it; then we may, or read it in another way."""
     # Late: every process that collects tests would take a second for these.
     from transformers import AutoConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
     (folder / "config.json").write_text(json.dumps(config))
     try:
@@ -59,6 +56,10 @@ def assert_read_as_transformers_reads_it(folder: Path, config: dict[str, Any], r
 
 def assert_turns_as_in_transformers(ours: ModelConfig, theirs: Any) -> None:
     """Layer by layer. Some families have an embedding for each of their types of layers."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
+
     by_type = theirs.rope_parameters
     types = theirs.layer_types if "full_attention" in by_type else [None] * ours.layers
     for layer, (rope, name) in enumerate(zip(ours.rope.by_layer(ours.layers), types, strict=True)):
