@@ -184,6 +184,7 @@ LEFT_OUT = {
         "8K:full:fp8:parallel.fsdp_copy_engines=true:steps10",
     ): "torch's choice of kernels by measuring, which plan knows no rates of",
     ("training-8b-128k-lora-h200.json", ""): "adapters on a frozen base: predicted 9 and 19 % longer",
+    ("training-8b-128k-lora-budget-h200.json", ""): "adapters on a frozen base: predicted 18 % longer",
     ("miniatures-h200.json", ""): "25.7M parameters, steps of 68 to 208 ms: predicted 1 to 29 % shorter",
 }
 """Rows with the time of training steps that are not predicted, and why: a file, and the row or all (an empty text)."""

@@ -150,11 +150,11 @@ def check_complete(arm: Arm, records: Sequence[Mapping[str, Any]]) -> None:
     asks it to. records: of its metrics.jsonl."""
     last = resolve_unchecked(config_of(arm)).stages[-1]
     at = [record for record in records if record["type"] == "metrics"][-1]
+    began = [record["step"] for record in records if record["type"] == "stage"][-1]  # an exit before makes it earlier
+    end = began + last.steps
     may_exit = last.until is not None
-    if at["stage"] != last.name or (at["step"] < last.end_step and not may_exit):
-        raise RuntimeError(
-            f"training was asked to stop after step {at['step']} of {last.end_step}, in stage {at['stage']}"
-        )
+    if at["stage"] != last.name or (at["step"] < end and not may_exit):
+        raise RuntimeError(f"training was asked to stop after step {at['step']} of {end}, in stage {at['stage']}")
 
 
 def _program(command: Sequence[str]) -> str:

@@ -30,8 +30,8 @@ BASE = "base"
 LENGTHS = {"32k": 32_768, "64k": 65_536, "128k": 131_072}
 """Tokens of a trajectory, by name."""
 LAYERS = {"none": "none", "last2": "last:2", "all": "all"}
-"""`attention.full_layers` of the 6 layers, by the name of the variant."""
-WORDS = {"none": "MoBA", "last2": "last 2 of 6 full", "all": "full"}
+"""`attention.full_layers` of the 8 layers, by the name of the variant."""
+WORDS = {"none": "MoBA", "last2": "last 2 of 8 full", "all": "full"}
 SIZES = Recall(length=LENGTHS["128k"], facts=128, values=3)
 QUICK_SIZES = Recall(length=1024, facts=4, values=3, filler_ids=30, key_ids=32, value_ids=32)
 SHORTER = {False: 1, True: 128}
@@ -130,8 +130,8 @@ def _verdicts(tuned: Sequence[Result]) -> Iterator[Verdict]:
 def _near(quick: bool) -> dict[str, Recall]:
     """Documents of the base's first stages by their corpora: those of F6, of 2K tokens with 51 facts, and shorter."""
     whole = replace(QUICK_SIZES, length=256, facts=6) if quick else replace(SIZES, length=2048, facts=51)
-    lengths = {"near-one": max(32, whole.length // 32), "near-short": whole.length // 8, "near-long": whole.length}
-    return {name: whole.with_length(length) for name, length in lengths.items()}
+    parts = {"near-one": 32, "near-short": 8, "near-medium": 2, "near-long": 1}
+    return {name: whole.with_length(max(32, whole.length // part)) for name, part in parts.items()}
 
 
 def _far(quick: bool) -> dict[str, Recall]:
@@ -162,16 +162,20 @@ def _corpora(sizes: Recall, quick: bool) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _base_stages(quick: bool) -> list[dict[str, Any]]:
-    """Documents of one fact first, as in F6, then of some; long ones until they are recalled, and again while the rate
-    falls."""
+    """Documents of one fact first, as in F6, then of some, then shorter and longer ones mixed; far ones until they are
+    recalled, and again while the rate falls."""
     far = {name: sizes.length for name, sizes in _far(quick).items()}
     batch = NEAR_BATCH // SHORTER[quick]
     far_batch = max(far.values())
-    near_steps = (2, 2, 2) if quick else (200, 300, 600)
-    far_steps, most_steps, last_steps = (2, 3, 2) if quick else (60, 150, 30)
+    near_steps = (2, 2, 2) if quick else (200, 300, 1200)
+    far_steps, most_steps, last_steps = (2, 3, 2) if quick else (60, 300, 30)
+    one, short, medium, long = _near(quick)
+    mixed = {short: 0.25, medium: 0.25, long: 0.5}
     near = [
-        _stage(name, sizes.length, steps * batch, {name: 1.0}) | {"evaluate": False, "batch_tokens": batch}
-        for (name, sizes), steps in zip(_near(quick).items(), near_steps, strict=True)
+        _stage(name, _near(quick)[name].length, steps * batch, near_shares) | {"evaluate": False, "batch_tokens": batch}
+        for name, near_shares, steps in zip(
+            (one, short, long), ({one: 1.0}, {short: 1.0}, mixed), near_steps, strict=True
+        )
     ]
     shares = dict(zip(far, (0.1, 0.3, 0.6), strict=True))
     until = {"metric": "eval_loss", "at_most": BAR / 2, "max_tokens": most_steps * far_batch}
@@ -188,7 +192,7 @@ def _stage(name: str, seq_len: int, tokens: int, shares: dict[str, float]) -> di
 def _model(quick: bool) -> dict[str, Any]:
     shape = {"hidden_size": 32, "intermediate_size": 64, "layers": 3, "heads": 2, "kv_heads": 1}
     if not quick:
-        shape = {"hidden_size": 256, "intermediate_size": 704, "layers": 6, "heads": 4, "kv_heads": 2, "head_dim": 128}
+        shape = {"hidden_size": 256, "intermediate_size": 704, "layers": 8, "heads": 4, "kv_heads": 2, "head_dim": 128}
     vocabulary = (QUICK_SIZES if quick else SIZES).vocab_size
     return {**shape, "vocab_size": vocabulary, "tie_embeddings": True, "init_std": shape["hidden_size"] ** -0.5} | {
         "rope": {"theta": 500_000.0}

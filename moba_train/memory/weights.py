@@ -108,6 +108,8 @@ def rank_weights(
     exchanged = copy_engines or (parallel.gradient_transport == "all_to_all" and sizes.shards > 1)
     sent = width if exchanged and sizes.pp == 1 else 4
     gradient = 2 * sent if exchanged and not copy_engines else sent  # what is sent, and what has arrived
+    if sizes.ranks == 1:
+        gradient = 0  # they do not travel (parallel/forward.py)
     buffers = GATHER_BUFFERS * block_width * by_size[-1] + REDUCTION_BUFFER
     last_block = 0 if copy_engines else held * blocks[work.layers[-1]]
     copied = width * (counts.output // sizes.tp) if head_unit else last_block

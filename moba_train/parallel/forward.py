@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from moba_train.parallel.activations import keeps_weights
 from moba_train.parallel.float8 import update_weight_scales
 from moba_train.parallel.pipeline import schedule
 from moba_train.parallel.pipeline.model import PipelineModel
+from moba_train.torch_private import unshared_groups
 
 
 def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weight: float) -> Iterator[LossSums]:
@@ -29,13 +31,46 @@ def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weig
     if isinstance(model, PipelineModel):
         yield schedule.accumulate_gradients(model, shares)
         return
-    for share in shares:
-        with _gathered_until_backward(model):
-            count_tokens(model, share.loss_on)
-            sums = _loss(model, share)
-            count_tokens(model, None)
-            sums.total.backward()
-        yield sums
+    with _own_gradients(model):
+        for share in shares:
+            with _gathered_until_backward(model):
+                count_tokens(model, share.loss_on)
+                sums = _loss(model, share)
+                count_tokens(model, None)
+                sums.total.backward()
+            yield sums
+
+
+@contextmanager
+def _own_gradients(model: Transformer) -> Iterator[None]:
+    """Inside, gradients of weights that no other rank has a part of add up where the backward pass leaves them, in
+    float32; then they become those of the parameters. FSDP would list them for a kernel and copy them twice, in every
+    micro-batch."""
+    groups = unshared_groups(model)
+    for group in groups:
+        group.reduce_grads = False
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reduce_grads = True
+            for parameter in group.fsdp_params:
+                _take_gradient(parameter)
+
+
+def _take_gradient(parameter: Any) -> None:
+    """Move a gradient that FSDP has added up to its parameter, an object of FSDP."""
+    if not parameter.all_gather_outputs:  # never used
+        return
+    if not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+        parameter.param_dtype = None  # FSDP then casts a weight as it copies it, not in a pass of its own before that
+    if parameter.unsharded_accumulated_grad is None:
+        parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad
+    if parameter.unsharded_accumulated_grad is not None:
+        found = parameter.to_sharded_dtensor(parameter.unsharded_accumulated_grad_data.to(parameter.orig_dtype))
+        parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
+        before = parameter.sharded_param.grad
+        parameter.sharded_param.grad = found if before is None else before + found
 
 
 @contextmanager

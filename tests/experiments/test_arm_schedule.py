@@ -195,21 +195,29 @@ def test_a_program_that_the_same_signal_ends_with_status_0_is_not_finished(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("stage", "step", "until", "complete"),
+    ("stage", "step", "until", "began", "complete"),
     [
-        ("long", 8, False, True),
-        ("long", 7, False, False),
-        ("short", 4, False, False),
-        ("long", 7, True, True),
-        ("short", 4, True, False),
+        ("long", 8, "", 4, True),
+        ("long", 7, "", 4, False),
+        ("short", 4, "", 0, False),
+        ("long", 7, "long", 4, True),
+        ("short", 4, "long", 0, False),
+        ("long", 8, "short", 4, True),
+        ("long", 8, "short", 6, False),  # the stage before ended two steps later than planned
     ],
 )
-def test_training_that_was_asked_to_stop_is_no_result(stage: str, step: int, until: bool, complete: bool) -> None:
-    last: dict[str, object] = {"name": "long", "seq_len": 16, "tokens": 512}
-    if until:
-        last["until"] = {"metric": "eval_loss", "at_most": 1.0, "max_tokens": 1024}
-    stages = [{"name": "short", "seq_len": 16, "tokens": 512}, last]
+def test_training_that_was_asked_to_stop_is_no_result(
+    stage: str, step: int, until: str, began: int, complete: bool
+) -> None:
+    stages: list[dict[str, Any]] = [{"name": name, "seq_len": 16, "tokens": 512} for name in ("short", "long")]
+    for one in stages:
+        if one["name"] == until:
+            one["until"] = {"metric": "eval_loss", "at_most": 1.0, "max_tokens": 1024}
     whole = Arm("a", 0, recipe("tiny", FULL, 16, 1024, 128, {}, stages=stages))
-    records: list[dict[str, Any]] = [{"type": "metrics", "stage": stage, "step": step}, {"type": "validation_loss"}]
+    records: list[dict[str, Any]] = [
+        {"type": "stage", "stage": stage, "step": began},
+        {"type": "metrics", "stage": stage, "step": step},
+        {"type": "validation_loss"},
+    ]
     with nullcontext() if complete else pytest.raises(RuntimeError, match=f"asked to stop after step {step} of"):
         check_complete(whole, records)

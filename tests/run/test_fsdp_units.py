@@ -9,20 +9,24 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes
 from moba_train.memory.activations import _Choice
 from moba_train.model import transformer
+from moba_train.model.build import build_attention
 from moba_train.model.loss import chunk_loss
 from moba_train.model.transformer import Transformer
-from moba_train.parallel import fsdp
+from moba_train.parallel import forward, fsdp
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.transfers import AllToAllReduceScatter
 from moba_train.parallel.world import joined_world
 from moba_train.run import learner
 from moba_train.train import main as trainer_main
 from tests.resolved import sharded_of, stages_of, weights_of, work_of
+from tests.run.test_pipeline_gradients import MICRO_BATCHES, micro_batches, recipe
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
 
@@ -95,6 +99,61 @@ def test_weights_that_stay_gathered_until_the_backward_pass_give_the_same_bits(
     passes = 6 * 512 // (2 * 64) + 6 * 512 // (2 * 128)  # of the stages' six steps each
     assert [counts[0].total() - few.total() for few in counts[1:]] == [passes * layers, passes]
     assert {count["norm, output"] for count in counts} == {counts[1]["blocks.0"]} == {counts[0]["blocks.0"] - passes}
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the bytes of operands of copies and of sums in place, for each parameter."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.bytes = 0.0
+        self._parameters = sum(weight.numel() for weight in model.parameters())
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        result = operator(*arguments, **(options or {}))
+        name = str(operator)
+        if any(part in name for part in ("aten.copy_", "aten._to_copy", "chunk_cat", "aten.add_.Tensor")):
+            written = [result] if "to_copy" in name else [*(options or {}).values()]
+            found = [tensor for tensor in tree_leaves([arguments, written]) if isinstance(tensor, torch.Tensor)]
+            self.bytes += sum(tensor.nbytes for tensor in found) / self._parameters
+        return result
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_rank_alone_copies_no_more_than_it_must_and_has_the_bits_of_fsdp(
+    compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradients of a step of four micro-batches, after one that an error ended in the middle."""
+    monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
+    wide = {"hidden_size": 256, "intermediate_size": 1024}  # more weights than activations
+    config = recipe({"attention": {"default": "full"}, "precision": {"compute": compute}, "further": wide}, {})
+    losses, gradients, copied = [], [], []
+    with joined_world() as world:
+        dims = ParallelDims(MeshSizes(), world)
+        (stage,) = stages_of(config)
+        for groups in (lambda _: [], forward.unshared_groups):
+            monkeypatch.setattr(forward, "unshared_groups", groups)
+            model = sharded_of(config, dims)
+            model.set_attention(build_attention(stage.attention, config.model.head_width))
+            abandoned = forward.accumulate_gradients(model, micro_batches()[2:], 7.0)
+            next(abandoned)
+            abandoned.close()
+            model.zero_grad()
+            sums = forward.accumulate_gradients(model, micro_batches(), 7.0)
+            first = next(sums).loss.item()
+            with _Copies(model) as copies:
+                losses.append([first, *(one.loss.item() for one in sums)])
+            gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+            copied.append(copies.bytes / (MICRO_BATCHES - 1))
+    assert losses[0] == losses[1]
+    for name, gradient in gradients[0].items():
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0, msg=name)
+    once = 4 + (2 if compute == "bf16" else 4)
+    assert copied[1] == pytest.approx(3 * once, rel=0.1), "a weight twice, a gradient once"
+    assert copied[0] > 1.5 * copied[1]
 
 
 CHANGES = [{"reshard_after_forward": False}, {"gradient_transport": "all_to_all"}]

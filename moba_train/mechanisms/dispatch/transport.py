@@ -177,14 +177,6 @@ class Dispatch(Transport):
         dk_nKD, dv_nKD = (owner.give_back(x.to(state.k.dtype)) for x in (dk_UKD, dv_UKD))
         return padded(dq_nHD.to(state.q.dtype), rows), padded(dk_nKD, rows), padded(dv_nKD, rows)
 
-    def gather(self, x_LHD: Tensor) -> Tensor:
-        """One all-gather."""
-        return self.gathered.gather(x_LHD)
-
-    def sum_shards(self, x_RLx: Tensor) -> Tensor:
-        """One all-to-all."""
-        return self.gathered.sum_shards(x_RLx)
-
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of this rank's queries."""
         units = units_of(call.attention)

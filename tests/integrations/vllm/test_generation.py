@@ -129,7 +129,8 @@ def ask(folder: Path, engine: dict[str, Any], plugin: bool = True, **request: An
     lines = [f"{name} = {value}" for name, value in entries.items()]
     (installed / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: moba-vllm\nVersion: 0\n")
-    paths = [str(PLUGIN.parents[1]), *([str(PLUGIN), str(installed.parent)] if plugin else [])]
+    ours = [str(PLUGIN), str(installed.parent)] if plugin else []
+    paths = [str(PLUGIN.parents[1]), *ours, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         "PYTHONPATH": os.pathsep.join(paths),
         "HF_HUB_OFFLINE": "1",
@@ -190,3 +191,15 @@ def test_chunked_prefill_and_prefix_caching(exported: Exported, decode: str) -> 
     found = ask(exported.folder, engine | decodes(decode), rounds=[exported.prompts] * 2)
     assert found["tokens"] == [exported.continued[decode]] * 2
     assert sum(found["cached"][1]) > sum(map(len, exported.prompts)) / 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks of vLLM need two GPUs, or none")
+@pytest.mark.parametrize("decode", ["full", "own"])
+def test_tensor_parallel(exported: Exported, decode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two ranks has half of the heads, with the groups that belong to them."""
+    if SHAPE["num_key_value_heads"] < 2:
+        pytest.skip("the long form's miniature has one key/value head")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # it wants a NUMA node for each rank unless told
+    engine = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    found = ask(exported.folder, engine | decodes(decode), rounds=[exported.prompts])
+    assert found["tokens"][0] == exported.continued[decode]

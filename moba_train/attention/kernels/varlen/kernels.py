@@ -32,12 +32,6 @@ class Cpu(VarlenKernel):
     """Key/value heads are repeated for the queries that share them, for one segment at a time."""
 
     name: ClassVar[str] = "torch's CPU kernel"
-    most_segments: ClassVar[int] = 2**31 - 1
-
-    @staticmethod
-    def dq_buffers(segments: int, device: torch.device) -> int:
-        """Copies of dq in float32 that the deterministic backward pass holds."""
-        return 1
 
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
@@ -100,16 +94,18 @@ _MOST_SEGMENTS = 2**16 - 1
 """The second dimension of a launch."""
 
 
+def _dq_buffers(segments: int, device: torch.device) -> int:
+    """The kernel's programs, as many as fill the GPU, share out a segment's key tiles; each adds to its own buffer."""
+    programs: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return -(-programs // segments)
+
+
 class TorchFlash(VarlenKernel):
     """torch's own, through the operators behind its scaled_dot_product_attention."""
 
     name: ClassVar[str] = "torch's FlashAttention-2"
     most_segments: ClassVar[int] = _MOST_SEGMENTS
-
-    @staticmethod
-    def dq_buffers(segments: int, device: torch.device) -> int:
-        """Copies of dq in float32 that the deterministic backward pass holds."""
-        return _dq_buffers(segments, device)
+    dq_buffers = staticmethod(_dq_buffers)
 
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
@@ -158,11 +154,7 @@ class PackagedFlash2(VarlenKernel):
 
     name: ClassVar[str] = "flash-attn 2"
     most_segments: ClassVar[int] = _MOST_SEGMENTS
-
-    @staticmethod
-    def dq_buffers(segments: int, device: torch.device) -> int:
-        """Copies of dq in float32 that the deterministic backward pass holds."""
-        return _dq_buffers(segments, device)
+    dq_buffers = staticmethod(_dq_buffers)
 
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
@@ -198,12 +190,6 @@ class PackagedFlash2(VarlenKernel):
             deterministic=deterministic,
         )
         return grads
-
-
-def _dq_buffers(segments: int, device: torch.device) -> int:
-    """The kernel's programs, as many as fill the GPU, share out a segment's key tiles; each adds to its own buffer."""
-    programs: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return -(-programs // segments)
 
 
 def _for_forward(segments: Segments) -> Segments:
@@ -248,12 +234,6 @@ class FlashAttention4(VarlenKernel):
     """Written against 4.0.0b18 on compute capability 9.0."""
 
     name: ClassVar[str] = "flash-attn-4"
-    most_segments: ClassVar[int] = 2**31 - 1
-
-    @staticmethod
-    def dq_buffers(segments: int, device: torch.device) -> int:
-        """Copies of dq in float32 that the deterministic backward pass holds."""
-        return 1
 
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:

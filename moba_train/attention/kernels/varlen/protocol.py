@@ -51,7 +51,7 @@ class VarlenKernel(Protocol):
     """One implementation; never instantiated. Its row in the table has the same `name`."""
 
     name: ClassVar[str]
-    most_segments: ClassVar[int]
+    most_segments: ClassVar[int] = 2**31 - 1
     """The most segments that one call may have."""
 
     @classmethod
@@ -62,7 +62,7 @@ class VarlenKernel(Protocol):
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
         """Copies of dq in float32 that its deterministic backward pass holds, for one head and this many segments."""
-        ...
+        return 1
 
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,6 @@ from moba_train.parallel.context.transport.base import (
     padded,
     padded_lse,
     sum_dtype,
-    sum_over_ranks,
 )
 from moba_train.parallel.context.units import all_summaries
 
@@ -152,15 +151,6 @@ class AllGather(Transport):
         assert in_flight
         receive(*in_flight)
         return _side_by_side(results, q_LHD), dk_LKD, dv_LKD
-
-    def gather(self, x_LHD: Tensor) -> Tensor:
-        """One all-gather."""
-        (shards_RL,) = self.communicator.all_gather(x_LHD.contiguous()).wait()
-        return shards_RL
-
-    def sum_shards(self, x_RLx: Tensor) -> Tensor:
-        """One all-to-all."""
-        return sum_over_ranks(x_RLx, self.communicator)
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selections of all slices, one after the other."""

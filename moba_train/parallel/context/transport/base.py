@@ -50,6 +50,8 @@ class Transport(ABC):
 
     rank: int
     """Index of this rank's shard in the call's sequence."""
+    communicator: Communicator
+    """Communication among the ranks that `gather` and `sum_shards` are over, unless a transport has its own."""
     of_all_ranks: Communicator | None = None
     """Communication among all ranks of the sequence, if the transport has it: for `AttentionFacts.exchange`."""
 
@@ -67,13 +69,18 @@ class Transport(ABC):
     def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Gradients of this rank's shard: (dq, dk, dv). `state` and `selection` hold the results of `forward`."""
 
-    @abstractmethod
     def gather(self, x_LHD: Tensor) -> Tensor:
-        """The shards of all ranks, [R * L, ...] in rank order, on every rank; not differentiable."""
+        """The shards of all ranks, [R * L, ...] in rank order, on every rank, by an all-gather; not differentiable."""
+        (shards_RL,) = self.communicator.all_gather(x_LHD.contiguous()).wait()
+        return shards_RL
 
-    @abstractmethod
     def sum_shards(self, x_RLx: Tensor) -> Tensor:
-        """The sum over the ranks of their rows for this rank, [L, ...], from [R * L, ...]; not differentiable."""
+        """The sum over the ranks, in their order, of their rows for this rank, [L, ...], from [R * L, ...], by an
+        all-to-all; not differentiable."""
+        (received_RLx,) = self.communicator.all_to_all(x_RLx.contiguous()).wait()
+        parts_RLx = received_RLx.unflatten(0, (self.communicator.size, -1))
+        # All-to-all and a sum instead of a reduce-scatter: that would add in the dtype that is sent.
+        return parts_RLx.sum(0, dtype=sum_dtype(x_RLx.dtype)).to(x_RLx.dtype)
 
     @abstractmethod
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
@@ -139,14 +146,6 @@ class TransportSpec(ABC):
     def describe(self, strategy: CPStrategy) -> str:
         """Details of the strategy, for messages."""
         return f", {strategy.slices} slices" if self.uses_slices and strategy.slices > 1 else ""
-
-
-def sum_over_ranks(x_RLx: Tensor, communicator: Communicator) -> Tensor:
-    """The sum over the ranks of their rows for this rank, [L, ...], by an all-to-all; summed in rank order."""
-    (received_RLx,) = communicator.all_to_all(x_RLx.contiguous()).wait()
-    parts_RLx = received_RLx.unflatten(0, (communicator.size, -1))
-    # All-to-all and a sum instead of a reduce-scatter: that would add in the dtype that is sent.
-    return parts_RLx.sum(0, dtype=sum_dtype(x_RLx.dtype)).to(x_RLx.dtype)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

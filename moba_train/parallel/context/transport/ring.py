@@ -35,7 +35,6 @@ from moba_train.parallel.context.transport.base import (
     padded,
     padded_lse,
     sum_dtype,
-    sum_over_ranks,
 )
 from moba_train.parallel.context.units import all_summaries
 from moba_train.registry import TRANSPORTS
@@ -205,15 +204,6 @@ class Ring(Transport):
         dk_LKD[:], dv_LKD[:] = dkv_LKD.chunk(2, dim=1)
         dq_nHD = torch.zeros_like(state.q) if dq_nHD is None else dq_nHD.to(q_LHD.dtype)
         return padded(dq_nHD, rows), dk_LKD, dv_LKD
-
-    def gather(self, x_LHD: Tensor) -> Tensor:
-        """One all-gather."""
-        (shards_RL,) = self.communicator.all_gather(x_LHD.contiguous()).wait()
-        return shards_RL
-
-    def sum_shards(self, x_RLx: Tensor) -> Tensor:
-        """One all-to-all."""
-        return sum_over_ranks(x_RLx, self.communicator)
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of this rank's queries."""

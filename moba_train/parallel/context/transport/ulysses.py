@@ -31,7 +31,6 @@ from moba_train.parallel.context.transport.base import (
     padded,
     padded_lse,
     sum_dtype,
-    sum_over_ranks,
 )
 from moba_train.parallel.dims import hierarchical_groups
 from moba_train.parallel.links import LINKS
@@ -187,12 +186,11 @@ class Ulysses(Transport):
 
     def gather(self, x_LHD: Tensor) -> Tensor:
         """An all-gather in this group, then one among the groups."""
-        (shards_PL,) = self.communicator.all_gather(x_LHD.contiguous()).wait()
-        return self.across.gather(shards_PL)
+        return self.across.gather(super().gather(x_LHD))
 
     def sum_shards(self, x_RLx: Tensor) -> Tensor:
         """The sums among the groups, then one all-to-all in this group."""
-        return sum_over_ranks(self.across.sum_shards(x_RLx), self.communicator)
+        return super().sum_shards(self.across.sum_shards(x_RLx))
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of this rank's heads for all tokens of the group."""
