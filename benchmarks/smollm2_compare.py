@@ -2,7 +2,7 @@
 
     python -m benchmarks.smollm2_compare runs/smollm2/hf --corpus runs/smollm2/data/valid --output compare.json
 
-It compares full attention, and MoBA where the folder's config.json gives each layer's attention kind: there
+It compares the model's own attention, and MoBA where the folder's config.json gives each layer's attention kind: there
 `transformers` runs with our attention in its registry.
 """
 
@@ -14,13 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.record import save
-from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import packed_layout
-from moba_train.config.attention import LayerAttention
 from moba_train.data.indexed import IndexedDataset
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
-from moba_train.tools.hf.config import parse_layer, read_model_config
+from moba_train.tools.hf.config import parse_layer, read_family, read_model_config
 from moba_train.tools.hf.weights import load_hf_weights
 from moba_train.tools.transformers_attention import register
 
@@ -47,6 +45,7 @@ def compare(folder: Path, tokens: torch.Tensor) -> dict[str, dict[str, float]]:
     from transformers import AutoModelForCausalLM
 
     register()
+    family, config = read_family(folder)
     ours = Transformer(read_model_config(folder)).to(tokens.device).eval()
     load_hf_weights(ours, folder)
     length = len(tokens) - 1
@@ -55,8 +54,7 @@ def compare(folder: Path, tokens: torch.Tensor) -> dict[str, dict[str, float]]:
         theirs: Any = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation=implementation, dtype=torch.float32
         )
-        full = LayerAttention("full", FullAttention.Options())
-        layers = [full] * ours.config.layers
+        layers = [parse_layer(entry or {"kind": "full"}) for entry in family.attention(config)]
         if name == "moba":
             if not hasattr(theirs.config, "moba"):
                 continue

@@ -35,8 +35,7 @@ from moba_train.memory.devices import H200, Gpu, known_gpu
 from moba_train.memory.flops import stage_documents
 from moba_train.parallel.links import LINKS
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.plan.named_gpus import named_gpu
-from moba_train.tools.plan.rates import MeasuredLayer, Rates, read_rates, shipped_rates
+from moba_train.tools.plan.rates import MeasuredLayer, Rates, named_gpu, read_rates, shipped_rates
 from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
 
 RESULTS = Path(__file__).parent / "results"

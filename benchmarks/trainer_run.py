@@ -21,7 +21,7 @@ from moba_train.config.mesh import WorldSize
 from moba_train.memory.devices import Device, local_gpu, local_host_memory
 from moba_train.resolve.plan import StagePlan, make_plan
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.plan.named_gpus import peak_or_default
+from moba_train.tools.plan.rates import peak_or_default
 
 Found = TypeVar("Found")
 MODELS = Path(__file__).parent.parent / "configs" / "models"

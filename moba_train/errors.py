@@ -1,18 +1,14 @@
-"""Lists of numbers in short, for messages: layers, and ranks, of which there may be thousands.
+"""Errors that users can correct, and what the programs print about them.
 
-Errors that users can correct.
+Each error carries a message that names the key or file, what was found there and what is allowed. The command-line
+entry points print the message without a traceback and exit with the error's `exit_code`; any other exception is a bug
+of this package and keeps its traceback.
 
-Each carries a message that names the key or file, what was found there and what is allowed. The command-line entry
-points print the message without a traceback and exit with the error's `exit_code`; any other exception is a bug of this
-package and keeps its traceback.
-
-What the programs print about an error of the user's: its message, once, and next to nothing after it.
-
-A rank prints the message. torchrun, another process, would add two lines for each rank and a table of their exit
-codes; `tools/launch/torchrun.py` leaves these out where the exit code says that a rank has told what is wrong. Plain
-torchrun cannot be quieted: there each rank leaves the message in the file from which torchrun fills its table, whose
-last lines it becomes. Where the recipe is wrong, a restart cannot help: the rank leaves a file behind, and restarted
-ranks end at once. Imports nothing heavy.
+A rank prints the message once, and next to nothing after it. torchrun, another process, would add two lines for each
+rank and a table of their exit codes; `tools/launch/torchrun.py` leaves these out where the exit code says that a rank
+has told what is wrong. Plain torchrun cannot be quieted: there each rank leaves the message in the file from which
+torchrun fills its table, whose last lines it becomes. Where the recipe is wrong, a restart cannot help: the rank leaves
+a file behind, and restarted ranks end at once. Imports nothing heavy.
 """
 
 import json

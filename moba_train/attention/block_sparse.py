@@ -11,12 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moba_train.attention.decoding import CachedKeys
 from moba_train.attention.facets.decodes import Decodes, decode_as_trained
 from moba_train.attention.facets.probed import Probed, SelectedBlocks
 from moba_train.attention.facets.takes_selection import TakesSelection
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.kernels.common.geometry import block_bound, first_blocks
 from moba_train.attention.kernels.common.selection import Choice, selection_statistics
 from moba_train.attention.kernels.table import kernel_decodes

@@ -1,9 +1,7 @@
-"""The base of every configuration section.
+"""The base of every configuration section, and numbers with suffixes, such as `128K` and `10B`.
 
-Human-sized numbers in YAML and on the command line: `128K`, `10B`.
-
-Two readings, as in the field's own usage: sequence lengths count in powers of 1024 (`128K` = 131072 tokens), token
-budgets in powers of 1000 (`1B` = 10**9 tokens).
+Suffixes have two readings, as in the field's own usage: sequence lengths count in powers of 1024 (`128K` = 131072
+tokens), token budgets in powers of 1000 (`1B` = 10**9 tokens).
 """
 
 import re

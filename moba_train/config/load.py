@@ -1,6 +1,4 @@
-"""Overrides that change nothing, because stages set the key themselves.
-
-From YAML files and `key.path=value` overrides to a checked `RunConfig`, and back.
+"""From YAML files and `key.path=value` overrides to a checked `RunConfig`, and back.
 
 A recipe may say `extends: other.yaml` (or a list): those files, found relative to it, are laid under it in order.
 Mappings are merged key by key and later values win; lists and plain values are replaced. A name for which there is no
@@ -25,7 +23,7 @@ from moba_train.errors import ConfigError
 from moba_train.foreign_files import read_foreign
 
 _MERGED = {"attention": "attention", "model.rope": "rope", "parallel": "parallel"}
-"""Sections of a recipe that a stage's own is merged over, key by key."""
+"""Sections of a recipe that a stage's own is merged over, key by key: an override of them may change nothing."""
 _REPLACED = {
     "batch_tokens": "batch_tokens",
     "micro_batch_size": "micro_batch_size",
@@ -167,7 +165,7 @@ def dump_config(config: RunConfig) -> str:
     """
     data = config.model_dump(exclude={"stages"})
     data["stages"] = [stage.dump_given() for stage in config.stages]
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def deep_merge(base: dict[Any, Any], over: dict[Any, Any]) -> dict[Any, Any]:
@@ -375,7 +373,7 @@ class _FastLoader(_PlainValues, getattr(yaml, "CSafeLoader", yaml.SafeLoader)): 
     """By the parser of libyaml, which takes a tenth of the time."""
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # libyaml's is faster
+class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # libyaml's is faster
     """Writes tuples as lists, each value in full where it is used (no anchors), and quotes what YAML 1.1 or 1.2 would
     read as something else than text."""
 
@@ -395,11 +393,11 @@ for _tag, _pattern, _first in (
     ),
     ("merge", r"<<", ["<"]),
 ):
-    for _class in (_PlainValues, _Dumper):
+    for _class in (_PlainValues, Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-_Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_list(value))
+Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_list(value))
 
 
 def _count(node: yaml.Node, counts: dict[int, int]) -> int:

@@ -179,6 +179,8 @@ class Evaluation(ABC, Generic[AnyOptions]):
     """Names of the numbers that it gives in every stage."""
     numbers_against_full: ClassVar[frozenset[str]] = frozenset()
     """Names of the numbers that it gives if full attention is tried in addition to the stage's own."""
+    in_pipelines: ClassVar[bool] = True
+    """False: ranks of a pipeline cannot run it while they train."""
 
     every: int
     """Optimizer steps between evaluations while the stage trains."""
@@ -210,7 +212,7 @@ class Evaluation(ABC, Generic[AnyOptions]):
     @classmethod
     def pipeline_problem(cls, options: AnyOptions) -> tuple[str, str] | None:
         """Key and value that a pipeline cannot do while it trains, and the advice what to set; None: it can do all."""
-        return None
+        return None if cls.in_pipelines else (f"{cls.key}: given", "remove it, and run `moba-train eval`")
 
     @classmethod
     def data_problems(cls, options: AnyOptions, setting: EvaluationSetting) -> Iterator[str]:

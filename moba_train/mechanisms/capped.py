@@ -37,8 +37,5 @@ class CappedKind(WindowKind):
         self.sinks = 0
         attention = WindowAttention(self.window, head_dim, "reference", cap=options.cap)
         exchange = attention.facts.exchange if options.window else None
-        # Full attention without the cap is another function, so new tokens attend as this kind does.
-        attention.facts = attention.facts._replace(
-            work_grows=options.window is None, exchange=exchange, decodes_full=False
-        )
+        attention.facts = attention.facts._replace(work_grows=options.window is None, exchange=exchange)
         self.attentions = (attention,)

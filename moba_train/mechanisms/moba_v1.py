@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.decoding import CachedKeys
 from moba_train.attention.facets.decodes import decode_as_trained
 from moba_train.attention.kernels import composed
+from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.kernels.common.merge import nothing_seen
 from moba_train.attention.kernels.common.reference import (
     Mask,

@@ -127,7 +127,9 @@ class WindowAttention(LocalAttention):
         """`backend`: auto, or reference for plain PyTorch on any device, which alone has a `cap` of the scores."""
         self.window = window
         self.sinks = sinks
-        self.facts = AttentionFacts(work_grows=False, exchange=None if sinks else WindowExchange(window))
+        # Published models with windows are other models without them, also where they generate.
+        exchange = None if sinks else WindowExchange(window)
+        self.facts = AttentionFacts(work_grows=False, exchange=exchange, decodes_full=False)
         self.scale = head_dim**-0.5
         self.backend = backend
         self.cap = cap

@@ -1,7 +1,4 @@
-"""This rank's part of a sharded tensor, as a plain tensor that kernels and other libraries can work on.
-
-Gradients: norms over all ranks, and clipping.
-"""
+"""Norms of gradients over all ranks, and clipping; and this rank's part of a sharded tensor, as a plain tensor."""
 
 import math
 from collections.abc import Sequence

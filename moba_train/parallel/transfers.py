@@ -1,14 +1,13 @@
-"""FSDP's sums of gradients over ranks, where gradients travel in their own dtype and are added up in float32.
+"""FSDP's transfers in other ways than NCCL's: gradients that travel in their own dtype, and the GPUs' copy engines.
 
 NCCL's reduce-scatter adds on the way, so what it sends must be float32 already: twice the bytes of bf16, written into a
-buffer and read again.
+buffer and read again. Here gradients travel in their own dtype and are added up in float32 on arrival.
 
-FSDP's transfers by the GPUs' copy engines, which leave all multiprocessors to the layers computed meanwhile.
-
-NCCL transfers by kernels, on multiprocessors that matrix products then lack. Here the ranks of a group copy into each
-other's memory: torch's symmetric memory, without NVLink multicast. Two barriers for each transfer, kernels of one
-thread block, settle which rank may write when. From torch 2.13 on FSDP has `set_symm_mem_for_comm`, by NCCL; its
-buffers come from a pool that may pair them wrongly between ranks (pytorch issue 190977), so these ones take turns.
+NCCL transfers by kernels, on multiprocessors that matrix products then lack; copy engines leave all of them to the
+layers computed meanwhile. The ranks of a group copy into each other's memory: torch's symmetric memory, without NVLink
+multicast. Two barriers for each transfer, kernels of one thread block, settle which rank may write when. From torch
+2.13 on FSDP has `set_symm_mem_for_comm`, by NCCL; its buffers come from a pool that may pair them wrongly between ranks
+(pytorch issue 190977), so these ones take turns.
 """
 
 import os

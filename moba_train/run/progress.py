@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +276,7 @@ def check_resumable(run: ResolvedRun, progress: Progress, where: str) -> None:
     # Keys that the model had not yet, when it was saved, had no effect.
     defaults = {name: field.default for name, field in ModelConfig.model_fields.items() if name in now["model"]}
     saved = progress.data_plan | {"model": defaults | progress.data_plan["model"]}
-    for key, before, after in _differences(saved, now, ""):
+    for key, before, after in differences(saved, now):
         if key.endswith(".path"):
             continue  # the contents are compared
         if key == "data.validation" and not (before and after):
@@ -309,12 +310,14 @@ def _what_was(key: str, stages: Sequence[Stage]) -> str:
     return f"{key} was"
 
 
-def _differences(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+def differences(saved: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, value in `saved`, value in `now`) of all that differs between two parts of a recipe, JSON values, at `key`;
+    None where one has no such key. Lists of sections that are not empty are compared section by section."""
     if isinstance(saved, dict) and isinstance(now, dict):
         for name in {**saved, **now}:
-            yield from _differences(saved.get(name), now.get(name), f"{key}.{name}".lstrip("."))
-    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
-        for index, (before, after) in enumerate(zip(saved, now, strict=True)):
-            yield from _differences(before, after, f"{key}[{index}]")
+            yield from differences(saved.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+    elif all(isinstance(part, list) and part and isinstance(part[0], dict) for part in (saved, now)):
+        for index, (before, after) in enumerate(zip_longest(saved, now)):
+            yield from differences(before, after, f"{key}[{index}]")
     elif saved != now:
         yield key, saved, now

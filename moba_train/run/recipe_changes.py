@@ -1,8 +1,8 @@
 """A recipe that changes when a run resumes: the changes are found and described, and the recipe before is kept."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from itertools import count, zip_longest
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from moba_train.optim.spec import stage_learning_rate
 from moba_train.output_files import write_atomically
 from moba_train.registry import ATTENTION_KINDS
 from moba_train.resolve.run import ResolvedRun, resolve_unchecked
-from moba_train.run.progress import Progress
+from moba_train.run.progress import Progress, differences
 
 MOST_SHOWN = 20
 """Changed keys that a message names; the event's `changes` have all."""
@@ -34,7 +34,7 @@ def recipe_changes(before: str, recipe: str) -> Changes:
         before = dump_config(parse_config(before, "the recipe before"))
     old, new = _values(before), _values(recipe)
     _add_default_options(_attention(old), _attention(new))
-    return {key: [was, now] for key, was, now in _differences(old, new, "")}
+    return {key: [was, now] for key, was, now in differences(old, new)}
 
 
 def describe_changes(changes: Changes) -> str:
@@ -144,18 +144,3 @@ def _add_default_options(old: dict[str, Any], new: dict[str, Any]) -> None:
         defaults = ATTENTION_KINDS[kind].Options().model_dump(mode="json")
         old.setdefault(kind, defaults)
         new.setdefault(kind, defaults)
-
-
-def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in {**old, **new}:
-            yield from _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
-    elif _sections(old) and _sections(new):
-        for index, (one, other) in enumerate(zip_longest(old, new)):
-            yield from _differences(one, other, f"{key}[{index}]")
-    elif old != new:
-        yield key, old, new
-
-
-def _sections(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)

@@ -19,12 +19,10 @@ itself passes the first Ctrl-C on as SIGINT and a second one as SIGTERM, so unde
 counts as the second. A SIGTERM after a SIGTERM never does: schedulers repeat it. SIGHUP, which a terminal sends when it
 closes, counts as SIGTERM does, unless the process was started to ignore it, as nohup does.
 
-How long an orderly stop takes, by what this start of the run has measured.
-
-A signal may come right after a step has begun, while the checkpoint before is still being written. The stop then takes
-the rest of that step, the rest of that save, the last save, and some seconds to close logs. The launcher gives its
-ranks several times as long before it kills them (`limit_s`); schedulers need the number from the user, so the run
-reports it.
+`StopTime` measures how long an orderly stop takes. A signal may come right after a step has begun, while the checkpoint
+before is still being written. The stop then takes the rest of that step, the rest of that save, the last save, and some
+seconds to close logs. The launcher gives its ranks several times as long before it kills them (`limit_s`); schedulers
+need the number from the user, so the run reports it.
 """
 
 import atexit

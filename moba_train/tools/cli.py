@@ -119,7 +119,7 @@ def plan(
     from moba_train.errors import PlanError
     from moba_train.memory.devices import local_gpu
     from moba_train.tools.plan.command import make_machine, plan_nodes, plan_recipe
-    from moba_train.tools.plan.named_gpus import named_gpu
+    from moba_train.tools.plan.rates import named_gpu
 
     asked = named_gpu(gpu) if gpu is not None else None
     if nodes is None:

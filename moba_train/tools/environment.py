@@ -131,8 +131,11 @@ def print_environment(console: Console) -> None:
         table.add_column(column, overflow="fold")
     for package in OPTIONAL_PACKAGES:
         reason = import_problem(package.features)
-        state = "usable" if not reason else f"{reason}\n{package.install}"
-        table.add_row(package.name, package.gives, _version(package.name) or "-", state)
+        found = _version(package.name)
+        if found is None and reason.startswith("ModuleNotFoundError"):
+            reason = "not installed"
+        state = f"{reason}\n{package.install}" if reason else "usable"
+        table.add_row(package.name, package.gives, found or "-", state)
     console.print(table)
 
 

@@ -122,7 +122,8 @@ def lm_eval(
     decode: Annotated[
         DecodeAttention,
         typer.Option(
-            help="attention of generated tokens: full, or each layer's own; prompts are read as --attention says",
+            help="attention of generated tokens: full (layers with windows or states: as trained), or each layer's "
+            "own; prompts are read as --attention says",
         ),
     ] = DecodeAttention.full,
     answer: Annotated[
@@ -263,7 +264,7 @@ def generate(
     decode: Annotated[
         DecodeAttention,
         typer.Option(
-            help="attention of new tokens: full, or each layer's own attention kind",
+            help="attention of new tokens: full (layers with windows or states: as trained), or each layer's own",
         ),
     ] = DecodeAttention.full,
 ) -> None:

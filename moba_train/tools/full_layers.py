@@ -89,6 +89,7 @@ class FullLayers(Evaluation[FullLayersConfig]):
     Options = FullLayersConfig
     data_name = "full_layers_chosen"
     numbers = frozenset({"full_layers_loss"})
+    in_pipelines = False
 
     def __init__(self, options: FullLayersConfig, setting: EvaluationSetting) -> None:
         self.every = options.every or setting.every
@@ -128,11 +129,6 @@ class FullLayers(Evaluation[FullLayersConfig]):
             yield f"{cls.key}.groups: given true with windows {options.windows}; allowed: with windows 0"
         if options.by == "needle":
             yield from text_problems(options, setting, cls.key)
-
-    @classmethod
-    def pipeline_problem(cls, options: FullLayersConfig) -> tuple[str, str]:
-        """All of it."""
-        return f"{cls.key}: given", "set it to null and run `moba-train eval`"
 
     @classmethod
     def sequences_per_pass(cls, stage: Stage) -> int:

@@ -93,6 +93,7 @@ class Oracle(Evaluation[OracleConfig]):
     Options = OracleConfig
     data_name = "oracle_split"
     numbers = frozenset({"budget_error", "selector_error"})
+    in_pipelines = False  # layers on several ranks are switched one rank at a time
 
     def __init__(self, options: OracleConfig, setting: EvaluationSetting) -> None:
         self.every = options.every or setting.every
@@ -135,11 +136,6 @@ class Oracle(Evaluation[OracleConfig]):
             yield from (_under(cls.key, text) for text in Needle.problems(needle_options(options), setting))
         if "ruler" in options.questions:
             yield from (_under(cls.key, text) for text in Ruler.problems(ruler_options(options), setting))
-
-    @classmethod
-    def pipeline_problem(cls, options: OracleConfig) -> tuple[str, str]:
-        """All of it: layers on several ranks are switched one rank at a time."""
-        return f"{cls.key}: given", "set it to null and run `moba-train eval`"
 
     @classmethod
     def sequences_per_pass(cls, stage: Stage) -> int:

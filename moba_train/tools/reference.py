@@ -218,7 +218,7 @@ def _command(name: str, command: Any, level: int) -> list[str]:
     if hasattr(command, "commands"):
         inner = [_command(f"{name} {below}", found, level + 1) for below, found in command.commands.items()]
         return [*lines, *(line for part in inner for line in part)]
-    lines += ["", "| argument | meaning | default |", "|---|---|---|"]
+    lines += ["", "| argument | meaning | default |", "|---|---|---|"] if command.params else []
     for parameter in command.params:
         flag = getattr(parameter, "is_flag", False)
         value = "" if flag else parameter.metavar or parameter.name.upper()

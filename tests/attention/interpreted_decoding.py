@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moba_train.attention.decoding import CachedKeys, last_tokens
+from moba_train.attention.kernels.common.cached_keys import CachedKeys, last_tokens
 from moba_train.attention.kernels.triton import decode
 from moba_train.attention.layout import TokenRange, packed_layout
 from tests.attention.kernel_checks import build, error

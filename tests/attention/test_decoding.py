@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.common.cached_keys import CachedKeys, last_tokens
 from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention

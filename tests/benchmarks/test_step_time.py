@@ -27,8 +27,7 @@ from benchmarks.step_time import (
     table,
 )
 from moba_train.memory.devices import H200
-from moba_train.tools.plan.named_gpus import named_gpu
-from moba_train.tools.plan.rates import read_rates, shipped_rates
+from moba_train.tools.plan.rates import named_gpu, read_rates, shipped_rates
 from moba_train.tools.plan.step_time import StageStep
 from tests.guide import ROOT
 

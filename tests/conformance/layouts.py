@@ -70,8 +70,22 @@ ATTENTION: list[tuple[str, dict[str, Any]]] = [
     ("nsa", {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6, "hidden": 5}),
     ("lightning", {}),
     ("kda", {}),
+    ("capped", {"cap": 1.5}),
+    ("capped", {"cap": 0.7, "window": 9}),
+    ("gdn", {}),
+    ("gdn", {"heads": {"keys": 2, "values": 6, "width": 4}}),
 ]
 """Kinds that a layer may have, with options for a few dozen tokens; those that are not registered are left out."""
+MODELS: list[dict[str, Any]] = [
+    {"sink_layers": "all", "qkv_bias": True, "o_bias": True, "activation": "clamped"},
+    {"sink_layers": "last:1", "gate_layers": "first:1", "output_gate": "head"},
+    {"gate_layers": "all", "qk_norm": True, "centered_norms": True, "rope": {"fraction": 0.5}},
+    {"norms": "both", "centered_norms": True, "activation": "gelu_tanh", "embedding_scale": 4.9, "logits_cap": 2.0},
+    {"norms": "post", "qk_norm": "all_heads", "rope": {"overrides": {"last:1": {"theta": 50.0}}}},
+    {"embedding_scale": 3.0, "attention_scale": 0.5, "residual_scale": 0.4, "logits_divisor": 2.0},
+    {"rope": {"overrides": {"every:2": {"kind": "nope"}}}},
+]
+"""Keys of `model` that published families have together: gpt-oss, Qwen3-Next, Gemma, OLMo, Granite, SmolLM3."""
 EXPERTS: list[dict[str, Any]] = [
     {"experts": 4, "active": 2, "intermediate_size": 20, "router": {"balance": "none", "z_loss": 0.1}},
     {
@@ -187,7 +201,10 @@ def draw(seed: int, most_ranks: int = 4) -> Case:
 
 
 def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
+    shape = rng.choice(MODELS) if rng.random() < 0.4 else {}
     kinds = [entry for entry in ATTENTION if entry[0] in KINDS]
+    if "sink_layers" in shape:
+        kinds = [entry for entry in kinds if KINDS[entry[0]].facts.takes_sink]
     attention = [rng.choice(kinds) for _ in range(rng.choice([1, 2, 2, 3]) if sizes["pp"] == 1 else rng.choice([2, 4]))]
     parallel: dict[str, Any] = dict(sizes)
     nodes = rng.choice([1, 2]) if prod(sizes.values()) > 2 else 1
@@ -205,7 +222,7 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
         parallel["gradient_transport"] = "all_to_all"
     if rng.random() < 0.2:
         parallel["reshard_after_forward"] = False
-    model = {
+    model: dict[str, Any] = {
         key: value
         for key, value, share in (
             ("tie_embeddings", True, 0.4),
@@ -216,6 +233,9 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
         )
         if rng.random() < share
     }
+    model |= shape
+    if bare := [layer for layer, (_, options) in enumerate(attention) if "heads" in options]:
+        model["bare_layers"] = bare
     if "moe" in FEED_FORWARDS and rng.random() < 0.3:
         model["moe"] = rng.choice(EXPERTS)
         parallel["ep"] = rng.choice([1, sizes["dp_shard"] * sizes["cp"]])
@@ -340,7 +360,10 @@ def on_one_device(case: Case) -> Found:
     auxiliary = torch.zeros(len(case.attention))
     for tokens, labels, weights in (document for sample in made for document in cut(sample)):
         hidden_TD, of_layers = model.hidden(tokens, torch.arange(len(tokens)), packed_layout([len(tokens)]))
-        loss = loss + (F.cross_entropy(hidden_TD @ output.mT, labels, reduction="none") * weights).sum() / count
+        logits_TV = hidden_TD @ output.mT
+        if (cap := model.config.logits_cap) is not None:
+            logits_TV = cap * torch.tanh(logits_TV / cap)
+        loss = loss + (F.cross_entropy(logits_TV, labels, reduction="none") * weights).sum() / count
         zero = torch.zeros(())
         sums = [zero if found_T is None else (found_T * weights).sum() / count for found_T in of_layers]
         auxiliary = auxiliary + torch.stack(sums)

@@ -157,7 +157,7 @@ def test_sparse_masks_are_judged_by_the_answers_of_each_length(losses: Mapping[s
     figure = ThirdCliffLengths()
     finding = figure.find([*bases, *results])
     assert [verdict.word for verdict in finding.verdicts] == [word] * 3
-    assert [row[:3] for row in finding.rows[1:3]] == [["MoBA", "32K", "1.2 %"], ["last 2 of 6 full", "32K", "1.2 %"]]
+    assert [row[:3] for row in finding.rows[1:3]] == [["MoBA", "32K", "1.2 %"], ["last 2 of 8 full", "32K", "1.2 %"]]
     assert [figure.refuses(base, quick=False) != "" for base in bases] == [False, True]
 
 

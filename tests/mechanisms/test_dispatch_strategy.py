@@ -18,7 +18,7 @@ def test_auto_never_takes_dispatch_and_says_why() -> None:
     own = MobaAttention(MobaAttention.Options(topk=1), 128)
     strategy, why = auto(AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128, attentions=(own,)), ranks=8)
     assert strategy.transport == "allgather"
-    assert "dispatch: only as configured: the owner of blocks" in why
+    assert "dispatch: only if it is named: the owner of blocks" in why
 
 
 def test_dispatch_needs_an_attention_that_selects_units() -> None:

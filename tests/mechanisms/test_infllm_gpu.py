@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.decoding import CachedKeys, last_tokens
+from moba_train.attention.kernels.common.cached_keys import CachedKeys, last_tokens
 from moba_train.attention.kernels.common.geometry import query_blocks
 from moba_train.attention.kernels.common.reference import masked_attend, selected_mask
 from moba_train.attention.kernels.common.selection import choose_blocks

@@ -99,8 +99,8 @@ def in_second_stage(step: int = 15) -> Progress:
         ),
         ("stages.1.seq_len", 100, "stages[1].seq_len"),
         ("data.train.1.weight", 3, "data.train[1].weight (or stages[0].train[1].weight)"),
-        ("data.train", [{"path": "a"}], "data.train (or stages[0].train)"),
-        ("data.validation", [{"path": "c"}, {"path": "d"}], "data.validation"),
+        ("data.train", [{"path": "a"}], "data.train[1] (or stages[0].train[1])"),
+        ("data.validation", [{"path": "c"}, {"path": "d"}], "data.validation[1]"),
     ],
 )
 def test_a_recipe_that_would_give_other_batches_is_refused_by_its_key(path: str, value: Any, key: str) -> None:

@@ -23,7 +23,7 @@ LAYERS: dict[str, Any] = {
         ("full", {}, "own"),
         ("moba", {"block_size": 4, "topk": 3}, "own"),
         ("moba", {"block_size": 4, "topk": 9}, "full"),
-        ("window", {"window": 5}, "own"),
+        ("window", {"window": 5}, "full"),
     ],
 )
 def test_they_decode_as_they_were_trained(

@@ -11,6 +11,7 @@ from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.layout import packed_layout
 from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError
+from moba_train.mechanisms.window import WindowKind
 from moba_train.model.block import Block
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
@@ -94,6 +95,21 @@ def test_with_all_blocks_selected_it_is_full_attention(texts: Path) -> None:
     maps = built(Needle, config).run(context(config, model)).data["maps"]
     assert list(maps) == ["moba", "moba, answers with full", "full"]
     assert maps["moba, answers with full"]["generated"] == maps["full"]["generated"]
+
+
+def test_learned_sinks_and_windows_stay(texts: Path) -> None:
+    """They are parts of the model; a selection of all blocks is full attention with the sink."""
+    config, _ = made(texts, topk=LENGTH // 16)
+    model = Transformer(config.model.model_copy(update={"sink_layers": "all"})).double()
+    initialize_weights(model, seed=0)
+    for name, parameter in model.named_parameters():
+        parameter.data += 2.0 * name.endswith("sink.weight")
+    (stage,) = stages_of(config)
+    kinds = build_attention(stage.attention, config.model.head_width)
+    model.set_attention([WindowKind(WindowKind.Options(window=32), config.model.head_width), *kinds[1:]])
+    own = hidden(model)
+    with full_from(model, FIRST):
+        assert torch.allclose(hidden(model), own, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["needle", "ruler"])

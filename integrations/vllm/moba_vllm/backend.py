@@ -215,14 +215,14 @@ class MobaImpl(AttentionImpl[MobaMetadata]):
         pooled = self._pool(kv_cache, step)
         for some in step.singles:
             table_RL = step.table_RL[some.requests_R]
-            kind = self.kind if some.own else None
+            kind = self.kind if some.own or isinstance(self.kind, Window) else None
             given = some.positions_R, some.longest, kind, pooled, self.scale
             output[some.rows_R] = attend_from_one(q_QHd[some.rows_R], kv_cache, table_RL, *given)
         for text in step.texts:
             pages_L = step.table_RL[text.request]
             kv_SKe = text_rows(kv_cache, pages_L, text.tokens)
             pooled_NKd = pooled.read(pages_L[None], text.tokens // pooled.block_size)[0] if pooled else None
-            kind = self.kind if text.own else None
+            kind = self.kind if text.own or isinstance(self.kind, Window) else None
             output[text.rows] = attend_from_many(q_QHd[text.rows], kv_SKe, pooled_NKd, kind, self.scale)
         return output
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from moba_train.attention.decoding import CachedKeys
+from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.protocol import LocalAttention
 
 

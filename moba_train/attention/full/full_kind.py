@@ -7,11 +7,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.decoding import CachedKeys
 from moba_train.attention.facets.decodes import Decodes, decode_as_trained
 from moba_train.attention.full import calls
 from moba_train.attention.full.kernels import BACKENDS, Flash, FullBackend
 from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.kernels.common.geometry import history_blocks, history_bound
 from moba_train.attention.kernels.table import call_problem, kernel_decodes
 from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, StageContext, TokenBytes

@@ -53,7 +53,7 @@ class DispatchSpec(TransportSpec):
     name = "dispatch"
     # Measured on four H200 at 256K, MoBA 512/8: 2,897 ms with a sink, 608 without
     # (benchmarks/results/context-skew-h200.json).
-    not_for_auto = "only as configured: the owner of blocks that all queries select would attend for all of them"
+    not_for_auto = "only if it is named: the owner of blocks that all queries select would attend for all of them"
 
     def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
         """Over the group's own connections."""

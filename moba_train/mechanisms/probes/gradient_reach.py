@@ -142,6 +142,7 @@ class GradientReach(Evaluation[GradientReachConfig]):
     data_name = "gradient_reach_layers"
     numbers = frozenset({"gradient_reach", "gradient_reach_last"})
     numbers_against_full = frozenset({"gradient_reach_full", "gradient_reach_last_full"})
+    in_pipelines = False
 
     def __init__(self, options: GradientReachConfig, setting: EvaluationSetting) -> None:
         self.every = options.every or setting.every
@@ -153,11 +154,6 @@ class GradientReach(Evaluation[GradientReachConfig]):
         self._loss_weight = sum(batch.loss_weight_sum for batch in batches)
         if not any((distance_buckets(batch) > 0).any() for batch in batches):
             self.missing = f"data.validation {NO_CONTEXT}"
-
-    @classmethod
-    def pipeline_problem(cls, options: GradientReachConfig) -> tuple[str, str] | None:
-        """Everything."""
-        return f"{cls.key}: given", "remove it"
 
     @classmethod
     def problems(cls, options: GradientReachConfig, setting: EvaluationSetting) -> Iterator[str]:

@@ -71,7 +71,7 @@ def choose_strategy(
     choice = _Choice(layout, shape, ranks, node_size, memory_bytes, ring_depth, slices)
     if transport != "auto":
         strategy = choice.strategy(transport)
-        return strategy, f"context parallelism: {transport} as configured, {choice.describe(strategy)}"
+        return strategy, f"context parallelism: as configured, {choice.describe(strategy)}"
 
     lines: list[str] = []
     possible: list[CPStrategy] = []

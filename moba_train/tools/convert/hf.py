@@ -273,7 +273,8 @@ def export_to_hf(
             write_new(output / name, content)
         if with_code:
             write_code(output)
-        write_new(output / CARD, model_card(saved, kinds, dtype_name, with_code, family.needs_code))
+        elsewhere = [] if with_code else family.attention(family.completed(contents))
+        write_new(output / CARD, model_card(saved, kinds, dtype_name, with_code, family.needs_code, elsewhere))
         place_of = places(contents, family, shapes)
         write_safetensors(output, fused_tensors(place_of, shapes, _reads(reader, dtype, buffers)), shard_bytes)
         if isinstance(reader, MergedReader):

@@ -64,7 +64,7 @@ def hf_config(
     whose config says all of the model and of its attention, or else all of the model; one of `families`, or of those
     that need not be asked for.
 
-    Raises CheckpointError for a shape that no Hugging Face architecture has.
+    Raises CheckpointError for a shape that no Hugging Face architecture has, or the only one that is allowed.
     """
     model = model.model_copy(update={"rope": rope})
     layers = list(attention) or [{}] * model.layers
@@ -90,7 +90,9 @@ def hf_config(
             }
             read = family.completed(contents)
             again = comparable(ModelConfig.model_validate(family.values(read)))
-        except (CheckpointError, ValidationError):
+        except (CheckpointError, ValidationError) as error:
+            if isinstance(error, CheckpointError) and len(families) == 1:
+                raise CheckpointError(f"{model_type}: {error}") from None
             continue
         keys = [key for key in wanted | again if again.get(key) != wanted.get(key)]
         if not keys and family.heads_divide_width and model.hidden_size % model.heads:

@@ -1,11 +1,12 @@
 """The kernels of attention to selected blocks as a folder of their own, in the layout of Hugging Face's kernels hub.
 
 A kernel without compiled parts is the Python package build/torch-universal, whose imports are relative and whose
-metadata.json names no dependency. Ours is the files that kernel_entry.py imports and every kernel of the forward pass
-in the table of kernels, with their imports changed and nothing else.
+metadata.json says what it is and names no dependency. Ours is the files that kernel_entry.py imports and every kernel
+of the forward pass in the table of kernels, with their imports changed and nothing else.
 """
 
 import ast
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -25,14 +26,23 @@ _IMPORT = re.compile(r"^( *from )moba_train\.([\w.]+)(?= import )", flags=re.MUL
 def write_kernels(output: Path) -> None:
     """Write the kernels into the folder of an export."""
     folder = output / FOLDER
+    digest = hashlib.sha256()
     for path in sorted(_needed()):
         target = folder / ("__init__.py" if path == _ENTRY else path)
         target.parent.mkdir(parents=True, exist_ok=True)
         # One dot is the file's own package; the root has one for an entry, and one more for each folder below.
         dots = "." * (1 if path == _ENTRY else path.count("/") + 1)
-        text = (_PACKAGE / path).read_text(encoding="utf-8")
-        write_new(target, _IMPORT.sub(rf"\g<1>{dots}\g<2>", text))
-    metadata = {"name": "moba_train_kernels", "version": 1, "license": "apache-2.0", "python-depends": []}
+        text = _IMPORT.sub(rf"\g<1>{dots}\g<2>", (_PACKAGE / path).read_text(encoding="utf-8"))
+        digest.update(text.encode())
+        write_new(target, text)
+    metadata = {
+        "name": "moba-train-kernels",
+        "id": f"_moba_train_kernels_{digest.hexdigest()[:8]}",
+        "version": 1,
+        "license": "apache-2.0",
+        "python-depends": [],
+        "backend": {"type": "cuda"},
+    }
     write_new(folder / "metadata.json", json.dumps(metadata, indent=2) + "\n")
 
 

@@ -1,7 +1,7 @@
 """Model card of an export: what the checkpoint and its run folder say of training, attention and evaluations."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,7 @@ from moba_train.checkpoint.retention import Evaluated
 from moba_train.errors import UserError
 from moba_train.foreign_files import folder_roots, read_foreign_json
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.convert.hf_export import full_entry
+from moba_train.tools.convert.hf_export import full_entry, published_entry
 from moba_train.tools.saved_recipe import SavedRun, saved_training
 
 CARD = "README.md"
@@ -23,15 +23,25 @@ _MOST_ROWS = 200
 """Rows of a table."""
 
 
-def model_card(saved: SavedRun, kinds: Sequence[AttentionKind], dtype: str, with_code: bool, needs_code: bool) -> str:
-    """README.md of an export of `saved` in `dtype`, whose layers attend by `kinds`. needs_code: no program runs it
-    without its code."""
+def model_card(
+    saved: SavedRun,
+    kinds: Sequence[AttentionKind],
+    dtype: str,
+    with_code: bool,
+    needs_code: bool,
+    elsewhere: Sequence[Mapping[str, Any]],
+) -> str:
+    """README.md of an export of `saved` in `dtype`, whose layers attend by `kinds`.
+
+    needs_code: no program runs it without its code, which is ours if `with_code`
+    elsewhere: attention of each layer in programs that know its architecture alone, as `Family.attention` returns it
+    """
     head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [moba_train, long-context]\n---\n"
     sections = {
         "Training": _training(saved),
         "Attention": _attention(kinds),
         "Evaluations": _evaluations(saved),
-        "Use": _use(with_code, needs_code),
+        "Use": _use(kinds, with_code, needs_code, elsewhere),
         "Not tested": _not_tested(with_code),
     }
     text = "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
@@ -112,8 +122,10 @@ def _numbers(saved: SavedRun) -> Iterator[tuple[str, str, str, float]]:
                 yield from ((path.name, str(content["attention"]), *row) for row in rows[:_MOST_ROWS])
 
 
-def _use(with_code: bool, needs_code: bool) -> Iterator[str]:
-    arguments = "FOLDER, trust_remote_code=True" if with_code else "FOLDER"
+def _use(
+    kinds: Sequence[AttentionKind], with_code: bool, needs_code: bool, elsewhere: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    arguments = "FOLDER, trust_remote_code=True" if with_code or needs_code else "FOLDER"
     yield "```python"
     yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
     yield f"model = AutoModelForCausalLM.from_pretrained({arguments})"
@@ -130,12 +142,20 @@ def _use(with_code: bool, needs_code: bool) -> Iterator[str]:
                 if needs_code
                 else "Without `trust_remote_code` the model is an ordinary one with full attention."
             )
-            + " The kernels in `kernels/` read prompts faster on NVIDIA GPUs; without the folder plain PyTorch does."
+            + " The kernels in `kernels/` read prompts in 16 bits on NVIDIA GPUs; without them plain PyTorch does."
+        )
+    elif [*elsewhere] == [published_entry(kind) for kind in kinds]:
+        yield "Programs that know this architecture run it with the attention above." + (
+            " transformers fetches its code from the repository that `auto_map` in config.json names."
+            if needs_code
+            else ""
         )
     else:
+        names = sorted({entry.get("kind", "full") for entry in elsewhere})
         yield (
-            "This is an ordinary model, which any program runs with full attention in all layers. moba_train runs it "
-            "with the attention above, also inside transformers."
+            f"This is an ordinary model, which any program runs with {' and '.join(names)} attention in "
+            f"{'all' if len(names) == 1 else 'its'} layers. moba_train runs it with the attention above, also inside "
+            "transformers."
         )
 
 

@@ -1,10 +1,11 @@
 """Exports that run without this package: the modelling code that travels with the weights, and what it can run.
 
-The code is remote_code/, for transformers with `trust_remote_code`. The kinds and options that it can run are listed
-here, so that a kind with anything new is refused until the code has learnt it; `tools/hf/own.py` (`SHAPE`) lists the
-rest of a model.
+The code is remote_code/, for transformers with `trust_remote_code`; an export has its files as sections of one. The
+kinds and options that it can run are listed here, so that a kind with anything new is refused until the code has learnt
+it; `tools/hf/own.py` (`SHAPE`) lists the rest of a model.
 """
 
+import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,14 @@ from moba_train.tools.convert.hf_export import full_entry
 from moba_train.tools.convert.kernel_folder import write_kernels
 from moba_train.tools.hf.family import Family
 
-CODE = Path(__file__).parent / "remote_code"
+_CODE = Path(__file__).parent / "remote_code"
+_SECTIONS = ("cache", "attention", "selectors", "nsa", "linear", "groups", "experts", "modeling")
+"""Files of the code, each behind those that it imports."""
 DESCRIPTIONS = {
     "modeling_moba_train.py": "the model's code, for transformers without moba_train",
-    "attention_moba_train.py": "its attention to all tokens, to windows and to blocks",
-    "selectors_moba_train.py": "its other selections of blocks",
-    "nsa_moba_train.py": "its compressed, selected and window attention",
-    "linear_moba_train.py": "its attention with a state",
-    "experts_moba_train.py": "its experts",
-    "cache_moba_train.py": "what it keeps of earlier tokens",
     "kernels": "its kernels for NVIDIA GPUs, which may be left out",
 }
-"""The code's files, and the folder of kernels."""
+"""The code, and the folder of kernels."""
 _MODULE = "modeling_moba_train"
 _OWN = "moba_train"
 """model_type of models that only the code can run."""
@@ -48,6 +45,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "nsa": frozenset(
         {"compressed_block", "stride", "hidden", "block_size", "topk", "first", "local", "window", "separate_kv"}
     ),
+    "by_group": frozenset({"parts", "mode"}),
     "lightning": frozenset({"decay"}),
     "gdn": frozenset(),
     "kda": frozenset(),
@@ -69,19 +67,52 @@ def code_problems(kinds: Sequence[AttentionKind], ropes: Sequence[LayerRope]) ->
         if rope not in ROPES:
             yield f"rope {rope!r} is not one of {', '.join(ROPES)}, which the code of --with-code can run"
     for kind in dict.fromkeys(kinds):
-        if kind.name not in LAYERS:
-            yield f"kind {kind.name!r} is not one of {', '.join(LAYERS)}, which the code of --with-code can run"
-        else:
-            given = {option for option, value in full_entry(kind).items() if value is not None}
-            for option in sorted(given - {"kind"} - LAYERS[kind.name]):
-                yield f"option {option!r} of kind {kind.name!r} is unknown to the code of --with-code"
+        entry = full_entry(kind)
+        parts = [part["options"] | {"kind": part["kind"]} for part in entry.get("parts", [])]
+        for one in [entry, *parts]:
+            name = one["kind"]
+            if name not in LAYERS:
+                yield f"kind {name!r} is not one of {', '.join(LAYERS)}, which the code of --with-code can run"
+                continue
+            given = {option for option, value in one.items() if value is not None}
+            for option in sorted(given - {"kind", "backend"} - LAYERS[name]):
+                yield f"option {option!r} of kind {name!r} is unknown to the code of --with-code"
 
 
 def write_code(output: Path) -> None:
     """Write the code and its kernels into the folder of an export."""
-    for file in CODE.glob("*_moba_train.py"):
-        write_new(output / file.name, file.read_bytes())
+    write_new(output / f"{_MODULE}.py", joined_code())
     write_kernels(output)
+
+
+def joined_code() -> str:
+    """The code as one module: the docstring of its last file, what all import from elsewhere, and the rest of each
+    behind its docstring as a comment."""
+    modules: set[str] = set()
+    names: dict[str, set[str]] = {}
+    sections = []
+    for name in _SECTIONS:
+        text = (_CODE / f"{name}.py").read_text(encoding="utf-8")
+        about, *statements = ast.parse(text).body
+        lines = text.splitlines()
+        title = lines[: about.end_lineno]
+        begin = 0
+        for statement in statements:
+            if isinstance(statement, ast.Import):
+                modules.add(ast.unparse(statement))
+            elif not isinstance(statement, ast.ImportFrom):
+                break
+            elif statement.level == 0 and statement.module:
+                names.setdefault(statement.module, set()).update(alias.name for alias in statement.names)
+            begin = statement.end_lineno or 0
+        comment = [f"Section `{name}`"] if name == _SECTIONS[-1] else [f"Section `{name}`", "", *title]
+        commented = [f"# {line}".rstrip() for line in "\n".join(comment).replace('"""', "").splitlines()]
+        sections.append("\n".join(commented) + "\n\n" + "\n".join(lines[begin:]).strip())
+    imports = [
+        *sorted(modules),
+        *(f"from {module} import {', '.join(sorted(names[module]))}" for module in sorted(names)),
+    ]
+    return "\n\n\n".join(["\n".join([*title, "", *imports]), *sections]) + "\n"
 
 
 def code_config(family: Family) -> dict[str, Any]:

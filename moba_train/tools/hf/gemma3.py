@@ -56,7 +56,7 @@ class Gemma3(Windowed):
     names = NAMES
     heads_divide_width = True
     full_every = 6
-    others = frozenset({"sliding_window_pattern", "_sliding_window_pattern"})
+    others = frozenset({"sliding_window_pattern", "_sliding_window_pattern", "cache_implementation"})
 
     def window_theta(self, config: Mapping[str, Any]) -> Any:
         """A key of its own."""

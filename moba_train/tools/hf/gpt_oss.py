@@ -4,7 +4,7 @@ The matrices of all experts of a layer are one tensor, whose columns are those o
 weights of experts are in MXFP4 (mxfp4.py); an export has them in 16 bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moba_train.config.model import ModelConfig
@@ -78,6 +78,11 @@ class GptOss(Family):
             config = dict(config) | {"quantization_config": None}
         moe = read_experts(config, _KEYS).model_copy(update={"bias": True})
         return super().values(config) | {"moe": moe}
+
+    def cautions(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """transformers 4 clamps at 7, whatever the config says."""
+        if (limit := config["swiglu_limit"]) != self.defaults["swiglu_limit"]:
+            yield f"transformers 4 does not read swiglu_limit, {limit:g}, and clamps at 7; use transformers 5"
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """With the keys of experts, and the rotary embedding also where it is the ordinary one, which is not

@@ -12,11 +12,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.engine import Engine
 from moba_train.attention.facets.decodes import Decodes, decode_as_trained
 from moba_train.attention.facets.takes_selection import TakesSelection
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.common.cached_keys import CachedKeys, last_tokens
 from moba_train.attention.kernels.common.merge import with_sink
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.protocol import LocalAttention

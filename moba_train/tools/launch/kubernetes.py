@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from moba_train.config.load import Dumper
 from moba_train.errors import LaunchError, ReproducibleFaultError, UserError
 from moba_train.resolve.run import ResolvedRun
 from moba_train.run.stop import STOPPED_CODE
@@ -263,11 +264,8 @@ def as_yaml(manifests: list[Manifest]) -> str:
     return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, explicit_start=True)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such, and values that occur twice in full."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+class _Dumper(Dumper):
+    """Writes texts of several lines as such."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -17,9 +17,12 @@ from moba_train.attention.shard import padded
 from moba_train.config.model import ModelConfig
 from moba_train.errors import UserError
 from moba_train.evals.evaluation import EvaluationContext, EvaluationSetting
+from moba_train.mechanisms.window import WindowKind
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 
+_KEPT = (FullKind, WindowKind)
+"""Kinds that answer as they are: models with windows are other models without them."""
 Answered = Callable[[Tensor], Tensor]
 """Bool [n] of tokens of the packed sequence, int64 [n]: True for those of question and answer."""
 
@@ -42,7 +45,7 @@ class FullForSome(AttentionKind):
         own_LHd, auxiliary_L = self._own.mix(layer, parameters)
         q_LHd = layer.rotate(layer.q_THd)
         k_LKd = layer.rotate(layer.k_TKd)
-        full_LHd, _ = layer.engine(q_LHd, k_LKd, layer.v_TKd, self._full, layer.layout)
+        full_LHd, _ = layer.engine(q_LHd, k_LKd, layer.v_TKd, self._full, layer.layout, *layer.sink)
         answered_n = self._answered(layer.engine.shard(layer.layout).layout.q_tokens)
         answered_L11 = padded(answered_n, len(own_LHd))[:, None, None]
         return torch.where(answered_L11, full_LHd, own_LHd), auxiliary_L
@@ -59,7 +62,7 @@ def full_for(model: Transformer, answered: Answered) -> Iterator[None]:
     own = model.attention_kinds()
     if unable := _unable(own):
         raise UserError(f"answer: full attention cannot answer for layers of {unable}; allowed: own")
-    model.set_attention([kind if isinstance(kind, FullKind) else FullForSome(kind, answered) for kind in own])
+    model.set_attention([kind if isinstance(kind, _KEPT) else FullForSome(kind, answered) for kind in own])
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -97,6 +100,6 @@ def _unable(kinds: Sequence[AttentionKind]) -> str:
     unable = set()
     for kind in kinds:
         one = len(kind.attentions) == 1 and not isinstance(kind, TwoSublayers)
-        if not (one and kind.attentions[0].facts.decodes_full):
+        if not (isinstance(kind, _KEPT) or (one and kind.attentions[0].facts.decodes_full)):
             unable.add(kind.name)
     return ", ".join(sorted(unable))

@@ -274,6 +274,7 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
     name = "needle_signal"
     Options = NeedleSignalConfig
     numbers = frozenset({"needle_missed", "needle_missed_predicted"})
+    in_pipelines = False
 
     def __init__(self, options: NeedleSignalConfig, setting: EvaluationSetting) -> None:
         self.every = options.every or setting.every
@@ -289,11 +290,6 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
         if not self._lengths:
             seq_len = setting.stage.seq_len
             self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {seq_len} and above {least}"
-
-    @classmethod
-    def pipeline_problem(cls, options: NeedleSignalConfig) -> tuple[str, str] | None:
-        """Everything."""
-        return f"{cls.key}: given", "remove it"
 
     @classmethod
     def problems(cls, options: NeedleSignalConfig, setting: EvaluationSetting) -> Iterator[str]:

@@ -27,8 +27,7 @@ from moba_train.run.resumable import resumed_progress
 from moba_train.tools.cli_options import table_console
 from moba_train.tools.plan.changes import cheapest_changes, largest_stage
 from moba_train.tools.plan.layouts import Layouts, best_layouts
-from moba_train.tools.plan.named_gpus import peak_or_default
-from moba_train.tools.plan.rates import read_rates, shipped_rates
+from moba_train.tools.plan.rates import peak_or_default, read_rates, shipped_rates
 from moba_train.tools.plan.render import print_changes, print_fit, print_layouts, print_over_budget, print_plan
 from moba_train.tools.plan.step_time import Machine
 

@@ -4,6 +4,7 @@
 which says where its numbers come from; benchmarks/measured/planning.md says how a step's time follows from them.
 """
 
+import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -14,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, Validati
 
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
-from moba_train.errors import PlanError
+from moba_train.errors import ConfigError, PlanError
 from moba_train.foreign_files import read_foreign
-from moba_train.memory.devices import Gpu, known_gpu
+from moba_train.memory.devices import GPUS_BY_NAME, Gpu, known_gpu
 from moba_train.memory.flops import layer_flops
 from moba_train.parallel.links import LINKS, Links
 
@@ -26,8 +27,24 @@ MEASURED_MODEL = ModelConfig(
 """The layer whose attention `MeasuredLayer` is about; its head width is that of the row."""
 CALIBRATE = "`moba-train calibrate --output rates.json` measures them on such a GPU, --rates rates.json uses them"
 
+_DEFAULT_TFLOPS = 989.0
+"""An H100's, where the GPU is absent or unknown."""
 _SHIPPED = Path(__file__).parent / "gpus"
 _MOST_BYTES = 1 << 20
+
+
+def named_gpu(name: str) -> Gpu:
+    """The GPU of the table with this name, such as `h200` or `h100-nvl`. Raises ConfigError for an unknown name."""
+    if gpu := GPUS_BY_NAME.get(name.lower().replace(" ", "-")):
+        return gpu
+    close = difflib.get_close_matches(name.lower(), GPUS_BY_NAME, n=1)
+    closest = f"closest: {close[0]}; " if close else ""
+    raise ConfigError([f"--gpu: given {name!r}; {closest}allowed: {', '.join(sorted(GPUS_BY_NAME))}"])
+
+
+def peak_or_default(gpu: Gpu | None) -> float:
+    """Dense bf16 TFLOP/s of a GPU, or of an H100 if it is absent or unknown."""
+    return gpu.tflops if gpu is not None and gpu.tflops is not None else _DEFAULT_TFLOPS
 
 
 class _Measured(BaseModel):

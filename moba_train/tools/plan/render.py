@@ -52,7 +52,10 @@ def print_plan(plan: Plan, console: Console) -> None:
 def print_fit(plan: Plan, gpu: Gpu | None, console: Console) -> None:
     """Print how the stage that needs most memory fits the GPU; without a GPU, how to name one."""
     if gpu is None:
-        text = "memory is not compared with a GPU, as this machine has none: name one by --gpu, such as --gpu h200"
+        text = (
+            f"this machine has no GPU: times are for one of {plan.peak_tflops:g} TFLOP/s, and memory is compared with "
+            "none; name one by --gpu, such as --gpu h200"
+        )
     else:
         largest = largest_stage(plan)
         text = (

@@ -10,7 +10,7 @@ from moba_train.memory.devices import local_gpu
 from moba_train.output_files import write_new
 from moba_train.resolve.plan import make_plan
 from moba_train.resolve.recipe import resolve
-from moba_train.tools.plan.named_gpus import peak_or_default
+from moba_train.tools.plan.rates import peak_or_default
 from moba_train.tools.sparsify import recipes
 from moba_train.tools.sparsify.recipes import Request, Source
 from moba_train.tools.sparsify.steps import check_evaluations, steps

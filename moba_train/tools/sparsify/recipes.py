@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from moba_train.config.attention import resolve_layers
 from moba_train.config.base import Length, Section, TokenBudget, format_count
 from moba_train.config.explain import explain
-from moba_train.config.load import apply_overrides
+from moba_train.config.load import Dumper, apply_overrides
 from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError, UserError
 from moba_train.registry import ATTENTION_KINDS
@@ -249,16 +249,8 @@ def forced(topk: int) -> list[str]:
     return ["first", "previous", "current"] if topk > FORCED else ["current"]
 
 
-class _Plain(yaml.SafeDumper):
-    """Writes a value as often as it occurs, without references."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """True, for all values."""
-        return True
-
-
 def _dumped(values: Any) -> str:
-    return yaml.dump(values, Dumper=_Plain, sort_keys=False)
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False)
 
 
 def arms(request: Request) -> list[str]:

@@ -1,6 +1,7 @@
 """Tiny random models of transformers, saved as it saves them, and the same weights in ours."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -173,22 +174,26 @@ PUBLISHED = [name for name in MODEL_FAMILIES if not MODEL_FAMILIES[name].asked_f
 """Families that an export may take by itself."""
 
 
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+}
+"""Sizes of the models, unless FAMILIES has others."""
+
+
 def make_hf_model(family: str, folder: Path, **changes: Any) -> Any:
     """A model of transformers with random weights, biases and norms included, in `folder` as several files."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 48,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 256,
-        "eos_token_id": None,
-    }
-    config = AutoConfig.for_model(**(shape | FAMILIES[family] | changes))
+    # transformers writes into the sections that it is given.
+    config = AutoConfig.for_model(**deepcopy(SHAPE | FAMILIES[family] | changes))
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():

@@ -2,6 +2,7 @@
 say is read, refused or listed."""
 
 import json
+from inspect import getfile
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from safetensors.torch import save_file
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.build import build_attention
+from moba_train.registry import MODEL_FAMILIES
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf, imported_recipe
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.hf.config import parse_layer, read_family, read_model_config
+from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.files import SINGLE
+from moba_train.tools.inference.generate import generate
 from moba_train.tools.saved_recipe import open_checkpoint
 from tests.tools.convert.hf_models import (
     FAMILIES,
@@ -92,6 +96,17 @@ def test_transformers_computes_with_the_export_what_it_did_before(exported: tupl
         first, second = (model(tokens).logits for model in models)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert type(models[0]) is type(models[1])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "qwen3_next"])
+def test_it_continues_a_text_as_transformers_does(name: str, tmp_path: Path) -> None:
+    """Also by default, where new tokens of MoBA attend to everything: windows belong to the model."""
+    theirs = make_hf_model(name, tmp_path)
+    prompt = random_tokens(60)
+    mask = torch.ones_like(prompt[None])
+    expected = theirs.generate(prompt[None], attention_mask=mask, max_new_tokens=20, do_sample=False)[0, 60:]
+    found = [*generate(our_model(tmp_path), prompt.tolist(), 20, temperature=0.0)]
+    assert found == expected.tolist()
 
 
 def test_transformers_runs_the_export_with_its_layers(exported: tuple[str, Path, Path]) -> None:
@@ -270,6 +285,12 @@ def test_a_key_that_nothing_reads_is_listed(model_type: str, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     family, read = read_family(tmp_path)
     assert family.unread(read) == ["attention_chunks"]
+
+
+def test_a_family_is_one_file_of_at_most_120_lines() -> None:
+    """Beyond the base of all, which has Llama's and Qwen's as well."""
+    files = {Path(getfile(MODEL_FAMILIES[name])) for name in MODEL_FAMILIES} - {Path(getfile(Family))}
+    assert {file.name: lines for file in files if (lines := len(file.read_text().splitlines())) > 120} == {}
 
 
 def test_a_model_that_no_architecture_has_is_refused_by_its_keys() -> None:

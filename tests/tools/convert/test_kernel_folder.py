@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,12 +47,20 @@ def asked(root: Path, device: str, dtype: str, **environment: str) -> tuple[torc
 
 
 def test_the_folder_is_a_package_by_itself(folder: Path) -> None:
-    """In the layout of the kernels hub: relative imports, no dependency."""
+    """In the layout of the kernels hub: relative imports, no dependency, the keys that `kernels` 0.17 needs."""
     package = folder / "out" / FOLDER
-    assert json.loads((package / "metadata.json").read_text())["python-depends"] == []
+    metadata = json.loads((package / "metadata.json").read_text())
+    assert metadata.keys() >= {"name", "id", "version", "license", "backend"}
+    assert re.fullmatch("[a-z][a-z0-9-]*[a-z0-9]", metadata["name"])
+    assert metadata["python-depends"] == []
     imports = [line for file in package.rglob("*.py") for line in file.read_text().splitlines() if "import" in line]
     assert len(imports) > 100
     assert [line for line in imports if line.strip().startswith(("from moba_train", "import moba_train"))] == []
+
+
+def test_hugging_faces_program_loads_it(folder: Path) -> None:
+    kernels = pytest.importorskip("kernels")
+    assert callable(kernels.get_local_kernel(folder / "out" / "kernels").attend_to_blocks)
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs Triton")

@@ -2,7 +2,8 @@
 
 import json
 import os
-import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from moba_train.errors import CheckpointError
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
+from tests.tools.convert import with_minicpm
 from tests.tools.convert.hf_models import logits, random_tokens
 from tests.tools.convert.test_with_code import SIZES, save_model
 
@@ -52,6 +54,9 @@ def test_transformers_runs_msa_as_minimax_m3(tmp_path: Path) -> None:
 
     export(tmp_path, M3, [{"kind": "full"}, MSA, MSA], MINIMAX)
     expected = check_it_comes_back(tmp_path)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Programs that know this architecture run it with the attention above.\n" in card
+    assert "trust_remote_code" not in card
     theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(theirs).__name__ == "MiniMaxM3VLForCausalLM"
     with torch.no_grad():
@@ -64,6 +69,7 @@ def test_infllm_v2_goes_out_as_minicpm(tmp_path: Path) -> None:
     check_it_comes_back(tmp_path)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["MiniCPMForCausalLM"]
+    assert "from_pretrained(FOLDER, trust_remote_code=True)" in (tmp_path / "out" / "README.md").read_text()
     assert config["sparse_config"] == {
         **{"kernel_size": 8, "kernel_stride": 4, "init_blocks": 1, "block_size": 16, "window_size": 32, "topk": 3},
         **{"use_nope": False, "dense_len": 32},
@@ -72,23 +78,21 @@ def test_infllm_v2_goes_out_as_minicpm(tmp_path: Path) -> None:
     assert config["scale_depth"] == pytest.approx(1.4)
 
 
-def test_logits_are_those_of_minicpms_published_code(tmp_path: Path) -> None:
-    """Without its sparse attention, which needs a CUDA extension."""
-    from transformers import AutoModelForCausalLM
-
+@pytest.mark.parametrize("layer", [{"kind": "full"}, INFLLM], ids=lambda layer: layer["kind"])
+def test_logits_are_those_of_minicpms_published_code(tmp_path: Path, layer: dict[str, Any]) -> None:
+    """MOBA_TRAIN_MINICPM names a folder with it, MOBA_EXPORT_PYTHON a Python with a release of transformers that runs
+    it. Its sparse attention needs a CUDA extension, for which plain PyTorch stands here."""
     code = os.environ.get("MOBA_TRAIN_MINICPM")
     if code is None:
-        pytest.skip("no package has MiniCPM 4.1's code; MOBA_TRAIN_MINICPM names a folder with it")
-    export(tmp_path, MINICPM, [{"kind": "full"}] * 3, "minicpm")
-    for path in Path(code).glob("*_minicpm.py"):
-        shutil.copy(path, tmp_path / "out")
-    text = (tmp_path / "out" / "config.json").read_text()
-    (tmp_path / "out" / "config.json").write_text(text.replace("openbmb/MiniCPM4.1-8B--", ""))
-    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
-    with torch.no_grad():
-        found = theirs(TOKENS[None]).logits[0].double()
+        pytest.skip("no package has MiniCPM 4's code; MOBA_TRAIN_MINICPM names a folder with it")
+    export(tmp_path, MINICPM, [layer] * 3, "minicpm")
+    torch.save(TOKENS, tmp_path / "tokens.pt")
+    python = os.environ.get("MOBA_EXPORT_PYTHON", sys.executable)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([python, with_minicpm.__file__, code, "out"], cwd=tmp_path, env=environment, check=True)
     expected = check_it_comes_back(tmp_path)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    found = torch.load(tmp_path / "answers.pt")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,7 @@ def test_logits_are_those_of_minicpms_published_code(tmp_path: Path) -> None:
             "minicpm",
             "attention of layer 2: kind is null; minicpm has 'infllm_v2'",
         ),
+        (MINICPM, [MSA] * 3, "minicpm", "minicpm: kind 'msa' of layer 0: allowed in MiniCPM: full, infllm_v2"),
         (MINICPM | {"qk_norm": True}, [INFLLM] * 3, "minicpm", "qk_norm is false, not true"),
         (MINICPM, [INFLLM] * 3, "minicpm5", "model_type is 'minicpm5', allowed: llama"),
     ],

@@ -33,7 +33,7 @@ def load(folder: str, **options: Any) -> Any:
 @torch.no_grad()
 def answers(folder: str, prompts: list[torch.Tensor]) -> dict[str, Any]:
     """What the model says by each way of asking it."""
-    from transformers import DynamicCache
+    from transformers import DynamicCache, StaticCache
 
     long, short = prompts
     try:
@@ -70,7 +70,8 @@ def answers(folder: str, prompts: list[torch.Tensor]) -> dict[str, Any]:
         static = asked.generate(batch, attention_mask=mask, cache_implementation="static", **options)
         found[f"static {name}"] = static[:, width:]
     # Without a token for padding, which generate would find in the prompt: an assistant is not given the mask.
-    alone = {"attention_mask": torch.ones_like(long[None]), **options, "pad_token_id": None}
+    # The end of text is no token's id: transformers 5.0 looks guesses up only where there is one.
+    alone = {"attention_mask": torch.ones_like(long[None]), **options, "pad_token_id": None, "eos_token_id": -1}
     for name, guesses in {"looked up": {"prompt_lookup_num_tokens": 3}, "assisted": {"assistant_model": model}}.items():
         try:
             found[name] = own.generate(long[None], **guesses, **alone)[0, width:]
@@ -93,6 +94,8 @@ def answers(folder: str, prompts: list[torch.Tensor]) -> dict[str, Any]:
     ]  # fmt: skip
     for name, call in {
         "quantized": lambda: model.generate(long[None], cache_implementation="offloaded_static", **alone),
+        "guesses": lambda: model.generate(long[None], prompt_lookup_num_tokens=3, **alone),
+        "overfull": lambda: model(long[None], past_key_values=StaticCache(model.config, max_cache_len=width - 1)),
         "cut": lambda: cache.crop(-1),
         "holes": lambda: model(batch[:1], attention_mask=torch.tensor([[1, 0] * (width // 2)])),
         "packed": lambda: model(long[None], position_ids=torch.arange(width)[None] % 50),

@@ -22,8 +22,7 @@ from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.plan.changes import cheapest_changes, largest_stage
-from moba_train.tools.plan.named_gpus import named_gpu, peak_or_default
-from moba_train.tools.plan.rates import shipped_rates
+from moba_train.tools.plan.rates import named_gpu, peak_or_default, shipped_rates
 from tests.resolved import plan_of
 
 MODELS = Path(__file__).parents[3] / "configs/models"

@@ -14,8 +14,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.errors import PlanError
 from moba_train.memory.devices import Gpu
-from moba_train.tools.plan.named_gpus import named_gpu
-from moba_train.tools.plan.rates import AttentionRate, MeasuredLayer, read_rates, shipped_rates
+from moba_train.tools.plan.rates import AttentionRate, MeasuredLayer, named_gpu, read_rates, shipped_rates
 
 RESULTS = Path(benchmarks.__file__).parent / "results"
 H200 = shipped_rates(named_gpu("h200"))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.decoding.cached import CachedKeys
+from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.kernels.common.softmax import LOG2_E, LOWEST, normalised
 
 # Programs of 4 warps; several on a multiprocessor hide each other's loads.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cache_moba_train import wide
+from .cache import wide
 
 KEYS = frozenset(
     {"experts", "active", "intermediate_size", "shared", "shared_gate", "bias", "clamp", "layers", "router"}

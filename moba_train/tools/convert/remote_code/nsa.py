@@ -3,7 +3,7 @@
 Three branches are added with gates: attention to compressed keys, to the blocks with the largest probabilities of
 these, and to a window.
 
-Shape suffixes as in attention_moba_train.py, and L tokens of a compressed block, M compressed blocks, G query heads of
+Shape suffixes as in `attention`, and L tokens of a compressed block, M compressed blocks, G query heads of
 a key/value head.
 """
 
@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_moba_train import (
+from .attention import (
+    KINDS,
     Call,
     Kind,
     New,
@@ -25,7 +26,7 @@ from .attention_moba_train import (
     shape_of,
     window_attention,
 )
-from .cache_moba_train import Kept, Texts, wide
+from .cache import Kept, Texts, wide
 
 
 class Compression(nn.Module):
@@ -151,4 +152,4 @@ class Nsa(Kind):
         return windows @ shared.to(p_BKtM.dtype)
 
 
-KINDS: dict[str, type[Kind]] = {"nsa": Nsa}
+KINDS["nsa"] = Nsa

@@ -1,13 +1,13 @@
-"""A model trained by moba_train, for transformers: PyTorch and transformers are all that these files need.
+"""A model trained by moba_train, for transformers: PyTorch and transformers are all that this needs.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-Each layer attends as its entry of `moba.layers` in config.json says, by one of the kinds in attention_moba_train.py,
-selectors_moba_train.py, nsa_moba_train.py and linear_moba_train.py. The rest of the model is that of its `model_type`,
-if this is Llama's, Qwen2's or Qwen3's, or else in `moba.model` and `moba.ropes`. A prompt is read with each layer's own
-attention. New tokens, one at a time, attend to every token before them, as in MoBA's paper, unless `moba_decode` is
-"own": from_pretrained(..., moba_decode="own"). Several tokens in one call, as in speculative decoding, always attend as
-their layer does: it wants "own". Layers with a state know one way only.
+Each layer attends as its entry of `moba.layers` in config.json says, by one of the kinds in the sections `attention`,
+`selectors`, `nsa`, `linear` and `groups`. The rest of the model is that of its `model_type`, if this is Llama's,
+Qwen2's or Qwen3's, or else in `moba.model` and `moba.ropes`. A prompt is read with each layer's own attention. New
+tokens, one at a time, attend to every token before them, as in MoBA's paper, unless `moba_decode` is "own":
+from_pretrained(..., moba_decode="own"). Several tokens in one call always attend as their layer does, so speculative
+decoding needs "own". Layers with a state know one way only.
 
 The folder kernels/ next to config.json holds Triton kernels for prompts in bfloat16 and float16 on CUDA. It may be left
 out: everything is computed in plain PyTorch then.
@@ -36,22 +36,11 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .attention_moba_train import Call, Kind, Moba, MobaWindow, New, Rotary, Window, load_kernels, norm_of, shape_of
-from .cache_moba_train import BlockCacheLayer, Kept, StaticBlockCacheLayer, Text, Texts
-from .experts_moba_train import MixtureOfExperts
-from .linear_moba_train import KINDS as LINEAR
-from .nsa_moba_train import KINDS as NSA
-from .selectors_moba_train import KINDS as SELECTORS
+from . import groups, linear, nsa, selectors  # noqa: F401  # each adds its kinds to KINDS
+from .attention import KINDS, Call, New, Rotary, load_kernels, norm_of, shape_of
+from .cache import BlockCacheLayer, Kept, StaticBlockCacheLayer, Text, Texts
+from .experts import MixtureOfExperts
 
-KINDS: dict[str, type[Kind]] = {
-    "full": Kind,
-    "window": Window,
-    "moba": Moba,
-    "moba_window": MobaWindow,
-    **SELECTORS,
-    **NSA,
-    **LINEAR,
-}
 ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "fraction"})
 """Keys of a rotary embedding."""
 ROPES = ("none", "abf", "pi", "yarn", "llama3", "nope")
@@ -93,7 +82,8 @@ def block_cache(cache: Any, layers: int) -> Any:
         cache.layers = [BlockCacheLayer() for _ in range(layers)]
     if type(cache) is StaticCache and not cache.offloading and cache.get_seq_length() == 0:
         # All with room for all tokens, whatever windows the config has.
-        most = max(layer.get_max_length() for layer in cache.layers)
+        layers_of_cache: Any = cache.layers
+        most = max(layer.max_cache_len for layer in layers_of_cache)
         cache.layers = [StaticBlockCacheLayer(most) for _ in range(layers)]
     if not all(isinstance(layer, Kept) for layer in cache.layers):
         raise ValueError(
@@ -216,7 +206,7 @@ class Attention(nn.Module):
             k_BKSd, v_BKSd = store.update(k_BKTd, v_BKTd)
         else:
             k_BKSd, v_BKSd = cache.update(k_BKTd, v_BKTd, self.layer)
-        decodes_full = self.decodes_full and before > 0 and x_BTD.shape[1] == 1 and not kind.keeps_state
+        decodes_full = self.decodes_full and before > 0 and x_BTD.shape[1] == 1 and kind.decodes_full
         sink_H = self.sink["weight"] if "sink" in self._modules else None
         out_BHTd = torch.zeros_like(new.q)
         for text in texts:
@@ -292,6 +282,7 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
     """The language model."""
 
     config_class: Any = MobaConfig
+    _auto_class = "AutoModelForCausalLM"  # save_pretrained saves the code, also where transformers 5.0 knows the config
     base_model_prefix = "model"
     _no_split_modules = ["Block"]
     _supports_sdpa = True
@@ -331,6 +322,17 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
     def _valid_auto_compile_criteria(self, *_arguments: Any, **_others: Any) -> bool:
         """False: selections have another shape in each call."""
         return False
+
+    def _get_candidate_generator(self, *arguments: Any, **others: Any) -> Any:
+        """Source of the guesses of speculative decoding, several of which come in one call. Raises ValueError if one at
+        a time they would be read otherwise."""
+        for layer in self.model["layers"]:
+            name = layer.self_attn.kind
+            if not layer.self_attn.get_submodule(name).in_parts:
+                raise ValueError(f"speculative decoding: not supported by layers of kind {name!r}")
+            if name != "full" and getattr(self.config, "moba_decode", "full") == "full":
+                raise ValueError("moba_decode: 'full' given, allowed with speculative decoding: own")
+        return super()._get_candidate_generator(*arguments, **others)  # type: ignore[misc]  # transformers' own self
 
     def rotations(self, position_ids: Tensor) -> list[Rotary]:
         """The rotary embedding of each layer, one object for equal ones."""

@@ -6,8 +6,8 @@
   whose mean keys fit it best; with `key_conv`, of convolved keys (FlashMoBA, Xiao et al. 2025, arXiv:2511.11571).
 - `moba_window`: this, and the blocks of a window before the own one.
 
-Kinds that select by other scores are in selectors_moba_train.py, kinds with a state in linear_moba_train.py. A kind is
-a module with its own parameters, or without any. Blocks are counted from each text's first token.
+Kinds that select by other scores are in `selectors` and `nsa`, kinds with a state in `linear`. A kind is a module with
+its own parameters, or without any. Blocks are counted from each text's first token.
 
 Shape suffixes: B texts, T new tokens, t some of them, S all tokens, D hidden size, H query heads, K key/value heads,
 d head width, N blocks, b tokens of a block, C selected blocks of a query, J their tokens, X = B * K, x = t * H / K
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from .cache_moba_train import Kept, Text, Texts, wide
+from .cache import Kept, Text, Texts, wide
 
 _SCORES = 2**26
 """Scores in memory at a time."""
@@ -374,6 +374,10 @@ class Kind(nn.Module):
     takes_sink = True
     keeps_state = False
     """True if a state stands for the keys and values of all tokens."""
+    decodes_full = True
+    """True if new tokens may attend to all tokens, where their layer does not."""
+    in_parts = True
+    """True if a text that is read in several calls gets the output of one call."""
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__()
@@ -401,6 +405,7 @@ class Window(Kind):
     """Kind `window`."""
 
     OPTIONS = frozenset({"window", "sinks"})
+    decodes_full = False
 
     def forward(self, call: Call) -> Tensor:
         sdpa = self.implementation != "eager"
@@ -450,6 +455,10 @@ class MobaWindow(Moba):
     """Kind `moba_window`."""
 
     OPTIONS = Moba.OPTIONS | {"window"}
+
+
+KINDS: dict[str, type[Kind]] = {"full": Kind, "window": Window, "moba": Moba, "moba_window": MobaWindow}
+"""Kinds of attention by name; other files add theirs."""
 
 
 def choose_by_means(

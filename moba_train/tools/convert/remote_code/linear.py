@@ -7,7 +7,7 @@
 Prompts are read a chunk of tokens at a time, in plain PyTorch. A state has no past: caches with one cannot be cut, as
 speculative decoding does.
 
-Shape suffixes as in attention_moba_train.py, and c tokens of a chunk, C channels of a convolution.
+Shape suffixes as in `attention`, and c tokens of a chunk, C channels of a convolution.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_moba_train import Call, Kind
-from .cache_moba_train import wide
+from .attention import KINDS, Call, Kind
+from .cache import wide
 
 _CHUNK = 32
 """Tokens of a chunk; the delta rule keeps c * c * d decays of each head."""
@@ -30,6 +30,7 @@ class Linear(Kind):
 
     takes_sink = False
     keeps_state = True
+    decodes_full = False
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__(config, options, layer)
@@ -200,4 +201,4 @@ class Gdn(Delta):
         return F.silu(self.gate(x_BTD))
 
 
-KINDS: dict[str, type[Kind]] = {"lightning": Lightning, "gdn": Gdn, "kda": Kda}
+KINDS.update(lightning=Lightning, gdn=Gdn, kda=Kda)

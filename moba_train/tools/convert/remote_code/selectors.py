@@ -9,7 +9,7 @@
 - `infllm_v2` (Zhao et al. 2025, arXiv:2509.24663): the first blocks, those next to the query, and the blocks with the
   best windows of mean keys, shared by the heads of a key/value head.
 
-Shape suffixes as in attention_moba_train.py, and w width of an index or a gate, W windows, n blocks of queries, I index
+Shape suffixes as in `attention`, and w width of an index or a gate, W windows, n blocks of queries, I index
 queries of a key/value head, f features of a query: its index queries, and their weights if it has any.
 """
 
@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_moba_train import (
+from .attention import (
+    KINDS,
     Call,
     Kind,
     New,
@@ -32,7 +33,7 @@ from .attention_moba_train import (
     norm_of,
     shape_of,
 )
-from .cache_moba_train import Kept, Texts, wide
+from .cache import Kept, Texts, wide
 
 
 class Msa(Kind):
@@ -198,6 +199,7 @@ class Seer(Kind):
 
     OPTIONS = frozenset({"mode", "block_size", "topk", "threshold", "gate_dim", "train_gate", "kl_weight"})
     takes_sink = False
+    in_parts = False
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__(config, options, layer)
@@ -290,4 +292,4 @@ class InfLLMV2(Kind):
         return mass_BKtW.unfold(-1, before + per_block, per_block)[..., :blocks, :].amax(-1)
 
 
-KINDS: dict[str, type[Kind]] = {"msa": Msa, "qsa": Qsa, "indexer": Indexer, "seer": Seer, "infllm_v2": InfLLMV2}
+KINDS.update(msa=Msa, qsa=Qsa, indexer=Indexer, seer=Seer, infllm_v2=InfLLMV2)
