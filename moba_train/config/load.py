@@ -187,18 +187,16 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError([f"{source}: has {len(text):,} characters; allowed: {RECIPE_BYTES:,}"])
     try:
         try:
-            loader = _FastLoader(text)
-            node = loader.get_single_node()
+            node = _FastLoader(text).get_single_node()  # type: ignore[call-arg]  # of its base that mypy knows
         except yaml.YAMLError:  # of which PyYAML's own parser says more
-            loader = _Loader(text)
-            node = loader.get_single_node()
+            node = _Loader(text).get_single_node()
         if node is None:
             return None
         if (values := _count(node, {})) > MOST_VALUES:
             raise ConfigError([f"{source}: has {given(values)} values, aliases replaced; allowed: {MOST_VALUES:,}"])
         if duplicates := _duplicate_keys(node):
             raise ConfigError([f"{source}, {problem}" for problem in duplicates])
-        return loader.construct_document(node)
+        return _PlainValues().construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

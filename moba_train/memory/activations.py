@@ -165,7 +165,7 @@ class _Choice:
     def most(self) -> tuple[LayerActivations, ...]:
         """Activations that `budget` keeps where the GPU does not hold everything."""
         layers = range(self.setup.shape.layers)
-        to_attention = (self._step(layer, Kept.INPUT, Kept.ATTENTION, on_host=False) for layer in layers)
+        to_attention = [self._step(layer, Kept.INPUT, Kept.ATTENTION, on_host=False) for layer in layers]
         steps = [*_dearest_first(to_attention), *_dearest_first(self._beyond_attention())]
         # Memory grows with every step that is taken, so a bisection finds the last one that fits.
         taken = bisect_left(range(1, len(steps) + 1), True, key=lambda count: not self.fits(self._after(steps[:count])))
@@ -180,14 +180,13 @@ class _Choice:
     def _placed(self, kept: Sequence[Kept]) -> tuple[LayerActivations, ...]:
         """The first layers on the host, as far as it has room, if they keep no more than attention's result."""
         layers = []
-        weights = all_weights_stay(self.stage, self.sizes)
         room = self.host_bytes if self.host_bytes is not None else float("inf")
         for index, level in enumerate(kept):
             size = self.estimate.kept_bytes(index, level)
             # Not the last layer's, which the backward pass takes first: they would be back at once.
             on_host = self.policy.offload and level <= Kept.ATTENTION and index < len(kept) - 1 and size <= room
             room -= size if on_host else 0
-            layers.append(LayerActivations(level, on_host, weights))
+            layers.append(LayerActivations(level, on_host, all_weights_stay(self.stage, self.sizes)))
         return tuple(layers)
 
     def _beyond_attention(self) -> Iterator[_Step]:
