@@ -42,7 +42,7 @@ from moba_train.errors import UserError
 from moba_train.memory.devices import peak_tflops
 from moba_train.telemetry.jsonl import read_records
 
-_SPREAD = ("tokens_per_s_per_device", "step_s", "data_s", "mfu", "mfu_dense")
+_SPREAD = ("tokens_per_s_per_device", "step_s", "data_s", "mfu", "mfu_dense", "expert_load_max")
 GIB = 2**30
 
 

@@ -14,7 +14,8 @@ LENGTH:ATTENTION, then options in any order:
     key.path=value                      any other key of the recipe
 
 With --model qwen3-30b-a3b, `model.moe=null` is the dense model of as many active parameters: its feed-forward is as
-wide as all active experts together.
+wide as all active experts together. Untrained routers of a deep model choose few experts, for all tokens the same:
+`expert_load_max` of the result says so, and `model.residual_scale=0.1` keeps the tokens different.
 """
 
 import re

@@ -105,7 +105,9 @@ def _parquet_batches(path: str, stream: BinaryIO, start: int, stop: int, column:
         for batch in file.iter_batches(_BATCH_ROWS, row_groups=own, columns=column and [column]) if own else ():
             yield row, batch, most
             row += batch.num_rows
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # the disk's; Arrow's own, of damaged data, has none
+            raise
         if own or start == 0:  # a damaged table of row groups is reported once
             raise _at(row, UnreadableRestError(f"not a readable parquet file ({error})")) from error
 

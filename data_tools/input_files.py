@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_tools.dataset_folders import METADATA, saved_files, select_split
-from moba_train.errors import DataError, ForeignFileError
+from moba_train.errors import DataError, ForeignFileError, UserError
 from moba_train.foreign_files import MIB, ROOTS, check_below, folder_roots, local_path, open_foreign
 
 COMPRESSED = (".gz", ".zst")
@@ -169,7 +169,10 @@ def find_files(
     files: list[str] = []
     left_out = LeftOut() if left_out is None else left_out
     for given in inputs:
-        path = local_path(given)
+        try:
+            path = local_path(given)
+        except UserError as error:
+            raise DataError(f"{option}: {error}") from None
         given = str(path)
         if path.is_dir():
             roots = folder_roots(path)

@@ -30,14 +30,15 @@ _GIT_SECONDS = 10.0
 
 @functools.cache
 def code_version() -> dict[str, Any]:
-    """`version` of the package and, if its files are tracked in a git repository, `commit` and `dirty`, which is true
-    if tracked files differ from that commit."""
-    found: dict[str, Any] = {"version": __version__}
+    """`version` of the package and, if its files are tracked in a git repository or were built in one (setup.py),
+    `commit` and `dirty`, which is true if tracked files differ from that commit."""
     # A copy that is installed inside another project's repository is not tracked there.
-    if _git("ls-files", "--error-unmatch", "__init__.py") is None or (commit := _git("rev-parse", "HEAD")) is None:
-        return found
-    changes = _git("status", "--porcelain", "--untracked-files=no")
-    return found | {"commit": commit, "dirty": changes != ""}
+    if _git("ls-files", "--error-unmatch", "__init__.py") is not None:
+        found = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    else:
+        found = noted.read_text().strip() if (noted := _PACKAGE / "COMMIT").is_file() else None
+    commit = {"commit": found.removesuffix("-dirty"), "dirty": found.endswith("-dirty")} if found else {}
+    return {"version": __version__, **commit}
 
 
 def describe_code(code: dict[str, Any]) -> str:

@@ -24,7 +24,8 @@ from moba_train.errors import UserError
 T = TypeVar("T")
 
 _OURS = "moba_train."
-_PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+_PYPROJECTS = [folder / "pyproject.toml" for folder in Path(__file__).parents[:2]]
+"""In a wheel, whose list of entry points is sorted by name (setup.py puts it there), and in a checkout."""
 
 
 class Registry(Mapping[str, T], Generic[T]):
@@ -41,12 +42,11 @@ class Registry(Mapping[str, T], Generic[T]):
 
     @cached_property
     def _found(self) -> dict[str, EntryPoint]:
-        checkout = _of_the_checkout(self._group)
-        installed = list(entry_points(group=self._group))
-        if checkout:  # an editable installation lists our members as they were when it was made
-            installed = [entry for entry in installed if not entry.module.startswith(_OURS)]
+        ours = _ours(self._group)
+        # An editable installation lists our members as they were when it was made.
+        theirs = [entry for entry in entry_points(group=self._group) if not (ours and entry.module.startswith(_OURS))]
         found: dict[str, EntryPoint] = {}
-        for entry in [*checkout, *installed]:
+        for entry in [*ours, *theirs]:
             if _left_out(entry):
                 continue
             first = found.setdefault(entry.name, entry)
@@ -112,12 +112,12 @@ class Registry(Mapping[str, T], Generic[T]):
         return name in self._loaded or name in self._found
 
 
-def _of_the_checkout(group: str) -> list[EntryPoint]:
-    """Entries of pyproject.toml beside the package: a checkout may be used without being installed."""
-    if not _PYPROJECT.is_file():
-        return []
-    groups = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"].get("entry-points", {})
-    return [EntryPoint(name, value, group) for name, value in groups.get(group, {}).items()]
+def _ours(group: str) -> list[EntryPoint]:
+    """Our entries in their order: a checkout may be used without being installed."""
+    for path in filter(Path.is_file, _PYPROJECTS):
+        groups = tomllib.loads(path.read_text(encoding="utf-8"))["project"].get("entry-points", {})
+        return [EntryPoint(name, value, group) for name, value in groups.get(group, {}).items()]
+    return []
 
 
 def _left_out(entry: EntryPoint) -> bool:

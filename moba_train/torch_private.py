@@ -128,11 +128,27 @@ def move_hooks(module: nn.Module, outer: nn.Module) -> None:
 
 
 def unshared_groups(model: nn.Module) -> list[Any]:
-    """FSDP's groups of parameters that this rank has alone, as objects of FSDP. Tried with torch 2.11 and 2.13. Without
-    it: FSDP copies such weights and gradients twice in each pass (parallel/forward.py)."""
+    """FSDP's groups of parameters that this rank has alone, as objects of FSDP. Tried with torch 2.11 and 2.13.
+    Without it: FSDP copies such weights and gradients twice in each pass (parallel/forward.py)."""
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
     return [group for group in groups if group is not None and group.mesh_info.mesh.size() == 1]
+
+
+def take_gradient(parameter: Any) -> None:
+    """Move a gradient that FSDP has added up to its parameter, an object of FSDP. Tried with torch 2.11 and 2.13.
+    Without it: the same."""
+    if not parameter.all_gather_outputs:  # never used
+        return
+    if not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+        parameter.param_dtype = None  # FSDP then casts a weight as it copies it, not in a pass of its own before that
+    if parameter.unsharded_accumulated_grad is None:
+        parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad
+    if parameter.unsharded_accumulated_grad is not None:
+        found = parameter.to_sharded_dtensor(parameter.unsharded_accumulated_grad_data.to(parameter.orig_dtype))
+        parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
+        before = parameter.sharded_param.grad
+        parameter.sharded_param.grad = found if before is None else before + found
 
 
 def symmetric_memory() -> ModuleType:

@@ -76,15 +76,20 @@ def test_plan_prints_what_the_page_shows(folder: Path) -> None:
     assert shown_lines(shown, printed) == []
 
 
-def test_llama_needs_what_the_page_says(folder: Path) -> None:
-    text = GUIDE.read_text()
-    recipe, changes = map(yaml.safe_load, blocks(GUIDE, "yaml"))
-    assert text.index("## The same with Llama") < text.index(changes["extends"])
-    (folder / "llama.yaml").write_text(yaml.safe_dump(recipe | changes))
-    printed = run(["moba-train", "plan", "llama.yaml", "--gpus", "8", "--gpu", "h200", "--no-data"])
-    said = re.search(r"predicts (\S+) hours and (\S+) GiB", text)
+@pytest.mark.parametrize("section", [1, 2])
+def test_other_models_need_what_the_page_says(section: int, folder: Path) -> None:
+    """Llama, of one stage, and a mixture of experts."""
+    recipe, *changes = map(yaml.safe_load, blocks(GUIDE, "yaml"))
+    changed = changes[section - 1]
+    text = GUIDE.read_text().split("## The same with ")[section]
+    assert changed["extends"] in text
+    (folder / "other.yaml").write_text(yaml.safe_dump(recipe | changed))
+    printed = run(["moba-train", "plan", "other.yaml", "--gpus", "8", "--gpu", "h200", "--no-data"])
+    said = re.search(r"(\S+) hours and (\S+) GiB", text)
+    (row,) = (line for line in printed.splitlines() if "time (estimate)" in line)
     assert said is not None
-    assert f"{said[1]} hours" in printed
+    hours = re.findall(r"([\d.]+) hours", row)
+    assert float(said[1]) == pytest.approx(sum(map(float, hours)))
     assert f"needs most, {said[2]} GiB" in printed
 
 

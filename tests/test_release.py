@@ -1,6 +1,7 @@
 """A release: its versions agree, and its wheel is complete and trains the miniature in an environment with nothing but
 it and its dependencies."""
 
+import json
 import os
 import re
 import shutil
@@ -17,12 +18,12 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from moba_train import __version__
+from moba_train import __version__, registry
 from moba_train.attention.kernels.table import _GLUON_TRITON
 from tests.guide import ROOT, blocks, commands
 
 FOLDERS = ("moba_train", "data_tools", "configs")
-FILES = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE")
 SMALL = [
     "stages.0.tokens=12K",
     "stages.1.tokens=12K",
@@ -31,6 +32,9 @@ SMALL = [
     "evaluation.position_wise.sequences=2",
 ]
 """Overrides that leave each stage of the quick start three steps."""
+
+
+_LIST = "import json, sys, moba_train.registry as r; print(json.dumps([[*vars(r)[name]] for name in sys.argv[1:]]))"
 
 
 def done(command: list[str], folder: Path) -> str:
@@ -43,12 +47,16 @@ def done(command: list[str], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with wheel and sdist, as `python -m build` makes them. The wheel is built from the sdist."""
+    """The folder with wheel and sdist of a commit, as `python -m build` makes them: the wheel from the sdist, where
+    there is no git."""
     source = tmp_path_factory.mktemp("source")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:
         shutil.copy(ROOT / name, source)
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "release"]):
+        done([*git, *arguments], source)
     done([sys.executable, "-m", "build", "--no-isolation"], source)
     return source / "dist"
 
@@ -103,6 +111,7 @@ def test_wheel_and_sdist_have_all_modules_recipes_and_licences(built: Path) -> N
     with zipfile.ZipFile(built / f"{package}-py3-none-any.whl") as wheel:
         held = {*wheel.namelist()}
         metadata = wheel.read(f"{package}.dist-info/METADATA").decode()
+    data |= {"moba_train/COMMIT", "moba_train/pyproject.toml"}
     assert modules | recipes | data | {f"{package}.dist-info/licenses/{name}" for name in ("LICENSE", "NOTICE")} <= held
     assert "License-Expression: Apache-2.0" in metadata.splitlines()
     with tarfile.open(built / f"{package}.tar.gz") as sdist:
@@ -129,7 +138,11 @@ def test_a_wheel_alone_runs_the_quick_start_of_the_guide(built: Path, tmp_path: 
         [str(programs / "python"), "-c", "import moba_train, data_tools; print(moba_train, data_tools)"], folder
     )
     assert found.count(str(packages)) == 2
-    assert done([str(programs / "moba-train"), "--version"], folder) == f"moba_train {__version__}\n"
+    commit = done(["git", "rev-parse", "HEAD"], built.parent)[:12]
+    assert done([str(programs / "moba-train"), "--version"], folder) == f"moba_train {__version__}, commit {commit}\n"
+    members = ("EVALUATIONS", "MODEL_FAMILIES")  # their order counts
+    listed = done([str(programs / "python"), "-c", _LIST, *members], folder)
+    assert json.loads(listed) == [[*getattr(registry, name)] for name in members]
     (quick_start,) = [block for block in blocks(ROOT / "docs" / "install.md", "bash") if "moba-train train" in block]
     for program, *arguments in commands(quick_start):
         done([str(programs / program), *arguments, *(SMALL if arguments[0] == "train" else [])], folder)

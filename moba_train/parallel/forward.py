@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from moba_train.parallel.activations import keeps_weights
 from moba_train.parallel.float8 import update_weight_scales
 from moba_train.parallel.pipeline import schedule
 from moba_train.parallel.pipeline.model import PipelineModel
-from moba_train.torch_private import unshared_groups
+from moba_train.torch_private import take_gradient, unshared_groups
 
 
 def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weight: float) -> Iterator[LossSums]:
@@ -55,22 +54,7 @@ def _own_gradients(model: Transformer) -> Iterator[None]:
         for group in groups:
             group.reduce_grads = True
             for parameter in group.fsdp_params:
-                _take_gradient(parameter)
-
-
-def _take_gradient(parameter: Any) -> None:
-    """Move a gradient that FSDP has added up to its parameter, an object of FSDP."""
-    if not parameter.all_gather_outputs:  # never used
-        return
-    if not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
-        parameter.param_dtype = None  # FSDP then casts a weight as it copies it, not in a pass of its own before that
-    if parameter.unsharded_accumulated_grad is None:
-        parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad
-    if parameter.unsharded_accumulated_grad is not None:
-        found = parameter.to_sharded_dtensor(parameter.unsharded_accumulated_grad_data.to(parameter.orig_dtype))
-        parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
-        before = parameter.sharded_param.grad
-        parameter.sharded_param.grad = found if before is None else before + found
+                take_gradient(parameter)
 
 
 @contextmanager

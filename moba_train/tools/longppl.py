@@ -168,6 +168,8 @@ class LongPPL(Evaluation[LongPPLConfig]):
             full = found["full"].perplexity
             numbers |= {"longppl_full": full, "key_gap": gap.mean, "key_gap_error": gap.error}
             message += f", {full:.3f} with full; loss of key tokens {gap.mean:+.4f} +- {gap.error:.4f} against full"
+        if not keys.any():
+            message = "LongPPL unknown: no token gains by the long context as alpha and beta ask"
         window, step = self._options.windows(self._samples.seq_len)
         chosen = self._options.keys or "full attention on the same weights"
         data = {

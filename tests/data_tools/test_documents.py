@@ -151,6 +151,14 @@ def test_parquet_rows_are_documents(folder: Path) -> None:
     assert list(read_documents(cut_shards([path])[0], "text")) == [b"one", bad, b"three"]
     with pytest.raises(DataError, match="no column 'body'; set --text-key to one of text"):
         list(read_documents(cut_shards([path])[0], "body"))
+    text = pyarrow.table({"text": [" ".join(map(str, range(999)))]})
+    parquet.write_table(text, path, compression="gzip", use_dictionary=False, write_statistics=False)
+    content = bytearray(Path(path).read_bytes())
+    content[200:260] = bytes(60)  # of the compressed text
+    Path(path).write_bytes(content)
+    (found,) = read_documents(cut_shards([path])[0], "text")
+    assert isinstance(found, BadRecord)
+    assert "not a readable parquet file" in found.reason, "as any damage, and not an error of the disk"
 
 
 @given(

@@ -2,6 +2,7 @@
 block, and these once or twice a micro-batch."""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -130,16 +131,17 @@ def test_a_rank_alone_copies_no_more_than_it_must_and_has_the_bits_of_fsdp(
     wide = {"hidden_size": 256, "intermediate_size": 1024}  # more weights than activations
     config = recipe({"attention": {"default": "full"}, "precision": {"compute": compute}, "further": wide}, {})
     losses, gradients, copied = [], [], []
+    found: Sequence[Callable[[Transformer], list[Any]]] = (lambda _: [], forward.unshared_groups)
     with joined_world() as world:
         dims = ParallelDims(MeshSizes(), world)
         (stage,) = stages_of(config)
-        for groups in (lambda _: [], forward.unshared_groups):
+        for groups in found:
             monkeypatch.setattr(forward, "unshared_groups", groups)
             model = sharded_of(config, dims)
             model.set_attention(build_attention(stage.attention, config.model.head_width))
             abandoned = forward.accumulate_gradients(model, micro_batches()[2:], 7.0)
             next(abandoned)
-            abandoned.close()
+            del abandoned
             model.zero_grad()
             sums = forward.accumulate_gradients(model, micro_batches(), 7.0)
             first = next(sums).loss.item()
@@ -149,6 +151,7 @@ def test_a_rank_alone_copies_no_more_than_it_must_and_has_the_bits_of_fsdp(
             copied.append(copies.bytes / (MICRO_BATCHES - 1))
     assert losses[0] == losses[1]
     for name, gradient in gradients[0].items():
+        assert gradient is not None
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0, msg=name)
     once = 4 + (2 if compute == "bf16" else 4)

@@ -73,6 +73,8 @@ def test_the_code_is_named_by_its_commit_or_by_its_version(monkeypatch: pytest.M
     look = environment.code_version.__wrapped__
     git("init")
     assert look() == {"version": __version__}, "there is a repository, but it does not hold the package"
+    (tmp_path / "COMMIT").write_text(f"{'0f' * 20}-dirty\n")
+    assert look() == {"version": __version__, "commit": "0f" * 20, "dirty": True}, "as a wheel notes it"
     git("add", "__init__.py")
     git("commit", "-m", "first")
     assert look().keys() == {"version", "commit", "dirty"}

@@ -123,6 +123,7 @@ def test_without_key_tokens_there_is_no_number(texts: Path, alone: World) -> Non
     found = evaluated(config, random_model(config))
     assert found.numbers["key_share"] == 0
     assert math.isnan(found.numbers["longppl"])
+    assert found.message.startswith("LongPPL unknown: no token gains")
     assert found.data["attentions"]["moba"]["key_loss"] is None
 
 

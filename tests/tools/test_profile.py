@@ -92,6 +92,12 @@ def test_a_profile_that_cannot_be_written_is_a_warning(run: Run, caplog: pytest.
     assert "telemetry.profile: " in caplog.text
 
 
+def test_ranks_that_the_run_does_not_have_are_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.recipe["telemetry"]["profile"] = {"steps": [1, 2], "ranks": [0, 1, 7]}
+    assert run.train_here("--stop-at-step", "1") == 2
+    assert "telemetry.profile.ranks: given [1, 7]; allowed: 0 to 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("steps", [[0, 1], [5, 4], [1, 101], [1], "all"])
 def test_steps_that_are_none_are_refused(steps: object) -> None:
     with pytest.raises(ValidationError):
@@ -105,6 +111,7 @@ def test_the_first_lines_name_the_profile_and_nvtx_needs_a_gpu(tmp_path: Path, m
     assert [*config.member_problems("telemetry")] == [
         "telemetry.profile: given nvtx: true, which needs a GPU; leave it out for a trace"
     ]
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
     other = make_telemetry(config, SinkRun(tmp_path / "run", "run", "id", None, 100, {}, rank=3))
     other.close()
     assert not (tmp_path / "run").exists(), "another rank opens nothing else"

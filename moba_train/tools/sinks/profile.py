@@ -16,12 +16,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import Field, model_validator
 from torch.profiler import ProfilerActivity, record_function
 
 from moba_train import torch_private
 from moba_train.attention import operators
 from moba_train.config.base import Section
+from moba_train.errors import UserError
 from moba_train.health.watch import Watch
 from moba_train.model.block import Block
 from moba_train.output_files import make_folder, write_atomically
@@ -78,7 +80,10 @@ class ProfileSink:
 
     @classmethod
     def open(cls, options: ProfileOptions, run: SinkRun) -> "ProfileSink":
-        """The profile of this rank."""
+        """The profile of this rank. Raises UserError, on every rank, for ranks that the run does not have."""
+        ranks = dist.get_world_size()
+        if beyond := [rank for rank in options.ranks if rank >= ranks]:
+            raise UserError(f"telemetry.profile.ranks: given {beyond}; allowed: 0 to {ranks - 1}, the ranks of the run")
         return cls(options, run.folder / "profile", run.rank)
 
     def __init__(self, options: ProfileOptions, folder: Path, rank: int) -> None:

@@ -16,9 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
 from moba_train.checkpoint.files import in_threads
 from moba_train.checkpoint.manifest import MANIFEST, STEP_FOLDER, FileEntry
 from moba_train.checkpoint.publish import latest_checkpoint
+from moba_train.config.base import Section
 from moba_train.errors import CheckpointError
 from moba_train.output_files import make_folder, new_file, open_to_change, temporary_path, write_atomically
 
@@ -55,9 +60,9 @@ def address_problem(address: str) -> str | None:
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in SCHEMES:
         return f"has no known scheme; allowed: {', '.join(f'{name}://...' for name in SCHEMES)}"
-    if re.search("[?#@]", rest):
+    if re.search("[?#@]|::", rest):  # fsspec takes a :: for a chain of stores
         return (
-            "has a `@`, `?` or `#`; credentials have no place in an address, which is written into logs and "
+            "has a `@`, `?`, `#` or `::`; credentials have no place in an address, which is written into logs and "
             "checkpoints: set the variables that the store's package reads, such as AWS_ACCESS_KEY_ID"
         )
     if not rest.strip("/") or ".." in rest.split("/"):
@@ -65,6 +70,32 @@ def address_problem(address: str) -> str | None:
     if scheme == "file" and not rest.startswith("/"):
         return "is not absolute; allowed: file:///folder"
     return None
+
+
+class Address(Section):
+    """Place of checkpoints elsewhere."""
+
+    address: str = Field(
+        description="s3://BUCKET/FOLDER (`pip install s3fs`), gs://BUCKET/FOLDER (gcsfs) or file:///FOLDER; "
+        "credentials come from the environment or the files that the store's package reads. The address alone is short "
+        "for the section",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_short_form(cls, value: Any) -> Any:
+        return {"address": value} if isinstance(value, str) else value
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, address: str) -> str:
+        if (problem := address_problem(address)) is not None:
+            raise ValueError(problem)
+        return address.rstrip("/")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [handler(core_schema), {"type": "string"}]}
 
 
 def missing_package(address: str) -> str:
@@ -80,7 +111,8 @@ class RemoteFolder:
 
     def __init__(self, address: str) -> None:
         if (problem := address_problem(address)) is not None:
-            raise StorageError(f"an address {problem}")
+            named = "an address" if re.search("[?#@]", address) else address  # not what may be a secret
+            raise StorageError(f"{named} {problem}")
         if text := missing_package(address):
             raise StorageError(text)
         import fsspec

@@ -12,46 +12,24 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field
 
 from moba_train.checkpoint.files import in_threads
-from moba_train.checkpoint.manifest import (
-    JSON_BYTES,
-    MANIFEST,
-    META,
-    STEP_FOLDER,
-    FileEntry,
-    parse_object,
-    read_manifest,
-    read_meta,
-    step_name,
-)
-from moba_train.checkpoint.publish import (
-    hold,
-    install,
-    is_finite,
-    is_good,
-    make_temporary_folder,
-    published,
-    remove,
-)
-from moba_train.checkpoint.retention import EVALUATIONS, MARKS, Marks
-from moba_train.config.base import Section
+from moba_train.checkpoint.manifest import JSON_BYTES, MANIFEST, STEP_FOLDER, parse_object, read_manifest, read_meta
+from moba_train.checkpoint.publish import hold, is_finite, is_good, published
+from moba_train.checkpoint.retention import Marks
 from moba_train.errors import CheckpointError, UserError
-from moba_train.output_files import temporary_path, write_new
 from moba_train.resolve.run import RunFolders
+from moba_train.tools.storage.fetch import entries_of, fetch_newest, meta_of, small_files
 from moba_train.tools.storage.remote import (
     THREADS,
+    Address,
     RemoteFile,
     RemoteFolder,
     StorageError,
-    address_problem,
     complete_steps,
     local_copy,
     missing_package,
@@ -59,41 +37,18 @@ from moba_train.tools.storage.remote import (
 
 logger = logging.getLogger(__name__)
 
-Files = dict[str, RemoteFile]
-
 RUN = "run.json"
-METRICS = "metrics.jsonl"
 
 PAUSES_S = (1.0, 10.0, 30.0)
 """Pauses before the second and later attempts to copy a checkpoint; the next checkpoint begins with new ones."""
 
 
-class UploadOptions(Section):
-    """Copies of the run's checkpoints at an address, which needs the package of its scheme (s3://: `pip install
-    s3fs`, gs://: `pip install gcsfs`). A run on a machine without them resumes from the newest."""
+class UploadOptions(Address):
+    """Copies of the run's checkpoints at an address, of this run alone. A run on a machine without them resumes from
+    the newest."""
 
-    address: str = Field(
-        description="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER, of this run alone; credentials come "
-        "from the environment or the files that the store's package reads. `upload: ADDRESS` is short for it",
-    )
     keep_last: int = Field(2, ge=1, description="number of newest copies that are kept, and the newest good one")
     keep_every: int | None = Field(None, ge=1, description="copies at multiples of this step stay for ever")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_short_form(cls, value: Any) -> Any:
-        return {"address": value} if isinstance(value, str) else value
-
-    @field_validator("address")
-    @classmethod
-    def _check_address(cls, address: str) -> str:
-        if (problem := address_problem(address)) is not None:
-            raise ValueError(problem)
-        return address.rstrip("/")
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"anyOf": [handler(core_schema), {"type": "string"}]}
 
 
 class Upload:
@@ -220,7 +175,7 @@ class Upload:
         mark = f"{path.name}/{MANIFEST}"
         if mark in files:
             with suppress(CheckpointError):  # a damaged one is replaced
-                if _entries_of(remote, mark) == entries:
+                if entries_of(remote, mark) == entries:
                     return 0
             remote.delete(mark)  # first: a copy that is being replaced is not complete
 
@@ -235,8 +190,7 @@ class Upload:
 
         in_threads(copy, [name for name in entries if name not in complete], THREADS)
         self._metas[_step(path)] = meta
-        folder = self._folders.checkpoints[0]
-        for small in (folder / MARKS, folder / EVALUATIONS, self._folders.run / METRICS):
+        for small in small_files(self._folders):
             if small.is_file():
                 remote.put(small, small.name)
         remote.write(mark, (path / MANIFEST).read_bytes())
@@ -263,15 +217,13 @@ class Upload:
 
     def _meta(self, remote: RemoteFolder, step: int) -> dict[str, Any] | None:
         """The meta of a copy; None where it is damaged."""
-        if step not in self._metas:
-            name = f"{step_name(step)}/{META}"
-            with suppress(CheckpointError):
-                self._metas[step] = parse_object(Path(name), remote.read(name, JSON_BYTES) or b"")
+        if step not in self._metas and (meta := meta_of(remote, step)) is not None:
+            self._metas[step] = meta
         return self._metas.get(step)
 
     def _fetch(self, remote: RemoteFolder) -> None:
         """Make the newest copy a checkpoint of the run's folder, unless that has one as new. Raises StorageError when
-        the store cannot be read and there is no checkpoint here, or when its copies are those of another run."""
+        none can be fetched and there is no checkpoint here, or when the copies are those of another run."""
         here = [path for folder in self._folders.checkpoints for path in published(folder)]
         newest, path = max(here, default=(-1, None))
         try:
@@ -281,59 +233,15 @@ class Upload:
                 _claim(remote, files, str(read_meta(path).get("progress", {}).get("run_id")))
             if RUN not in files:  # shows that the store can be written to
                 remote.write(RUN, b"{}")
-            if not [step for step in steps if step > newest]:
-                return
-            self._fetch_small_files(remote, files)
-            marks = Marks.read(self._folders.checkpoints[0])
-            metas = {step: self._meta(remote, step) for step in steps if step > newest}
+            if newer := [step for step in steps if step > newest]:
+                step = fetch_newest(remote, files, newer, self._folders)
+                self._tell(f"the checkpoint of step {step} was fetched from {remote.address}", True)
         except OtherRunError:
             raise
         except CheckpointError as error:
             if path is None:
                 raise StorageError(f"checkpoint.upload: {error}") from None
             self._tell(f"checkpoint.upload: {error}; the run goes on from what is in its folder", False)
-            return
-        usable = {step: meta is not None and marks.reason(meta) is None for step, meta in metas.items()}
-        problems = []
-        for step in sorted(usable, key=lambda step: (usable[step], step), reverse=True):
-            try:
-                self._fetch_step(remote, step)
-                self._tell(f"the checkpoint of step {step} was fetched from {remote.address}", True)
-                return
-            except (CheckpointError, OSError) as error:
-                problems.append(f"  - step {step}: {error}")
-                logger.warning("the copy of the checkpoint of step %d cannot be used: %s", step, error)
-        if path is None:
-            raise StorageError("\n".join([f"checkpoint.upload: no copy in {remote.address} can be used:", *problems]))
-
-    def _fetch_small_files(self, remote: RemoteFolder, files: Files) -> None:
-        own = self._folders.checkpoints[0]
-        for path in (own / MARKS, own / EVALUATIONS, self._folders.run / METRICS):
-            if path.name in files and not path.exists():
-                temporary = temporary_path(path)  # a part of it would not be fetched again
-                try:
-                    remote.get(path.name, temporary)
-                    temporary.replace(path)
-                finally:
-                    temporary.unlink(missing_ok=True)
-
-    def _fetch_step(self, remote: RemoteFolder, step: int) -> None:
-        """Raises CheckpointError when the copy is damaged, OSError when there is no room for it here."""
-        name = step_name(step)
-        folder = self._folders.checkpoints[0]
-        entries = _entries_of(remote, f"{name}/{MANIFEST}")
-        temporary = make_temporary_folder(folder, step)
-
-        def get(file: str) -> None:
-            if (found := remote.get(f"{name}/{file}", temporary / file)) != entries[file]:
-                raise StorageError(f"{remote.address}/{name}/{file} is {found}, must be {entries[file]}")
-
-        try:
-            in_threads(get, [*entries], THREADS)
-            install(temporary, folder / name, step, entries)
-        except BaseException:
-            remove(temporary)
-            raise
 
 
 def _step(path: Path) -> int:
@@ -342,20 +250,11 @@ def _step(path: Path) -> int:
     return int(match[1])
 
 
-def _entries_of(remote: RemoteFolder, manifest: str) -> dict[str, FileEntry]:
-    """The files of a copy, by name, as its manifest says. Raises CheckpointError when that is damaged."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / PurePosixPath(manifest).parent.name
-        path.mkdir()
-        write_new(path / MANIFEST, remote.read(manifest, JSON_BYTES) or b"")
-        return read_manifest(path)
-
-
 class OtherRunError(StorageError):
     """The address is that of another run."""
 
 
-def _claim(remote: RemoteFolder, files: Files, run_id: str) -> None:
+def _claim(remote: RemoteFolder, files: dict[str, RemoteFile], run_id: str) -> None:
     """Note whose copies these are. Raises OtherRunError when there are some of another run."""
     found = remote.read(RUN, JSON_BYTES) if RUN in files else None
     owner = parse_object(Path(RUN), found).get("run_id") if found is not None else None

@@ -33,6 +33,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("s3://", "names no folder"),
         ("s3://bucket/../other", "names no folder"),
         ("file://run", "is not absolute; allowed: file:///folder"),
+        ("s3://bucket::file:///etc", "has a `@`, `?`, `#` or `::`"),
         ("s3://ID:hidden-word@bucket/run", "credentials have no place in an address"),
         ("s3://bucket/run?secret=hidden-word", "credentials have no place in an address"),
     ],
@@ -90,6 +91,10 @@ def test_training_begins_with_weights_at_an_address(run: Run, tmp_path: Path, co
 def test_inputs_of_moba_data_may_be_addresses(tmp_path: Path, line: Line) -> None:
     address = f"s3://{BUCKET}/{tmp_path.name}"
     store = RemoteFolder(address)
+    with pytest.raises(UserError, match=f"--input: {address}: there is nothing"):
+        find_files([address], ["*.txt"], [])
+    with pytest.raises(UserError, match=r"--evaluations: ftp://host/a\.txt has no known scheme"):
+        find_files(["ftp://host/a.txt"], ["*.txt"], [], option="--evaluations")
     texts = {"a.txt": b"one", "deep/b.txt": b"two", "c.bin": b"no text"}
     for name, content in texts.items():
         store.write(name, content)

@@ -15,8 +15,10 @@ from moba_train.errors import UserError
 from moba_train.foreign_files import local_path
 from moba_train.resolve.run import RunFolders
 from moba_train.tools.storage import upload
+from moba_train.tools.storage.fetch import METRICS
 from moba_train.tools.storage.remote import RemoteFolder, StorageError, complete_steps
-from moba_train.tools.storage.upload import METRICS, Upload, UploadOptions
+from moba_train.tools.storage.resume_from import ResumeFrom, ResumeFromOptions
+from moba_train.tools.storage.upload import Upload, UploadOptions
 from tests.checkpoint.test_publish import publish_step, steps
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.tools.storage.server import BUCKET, Line
@@ -89,6 +91,52 @@ def test_a_run_on_a_new_disk_goes_on_from_the_newest_copy_bitwise(
     assert output in {path.read_text() for path in written if path.name == "output"}
     for secret in line.secrets:
         assert not any(secret.encode() in content for content in contents)
+
+
+def test_a_new_run_resumes_from_the_copy_of_another_bitwise(run: Run, tmp_path: Path, corpora: Path) -> None:
+    """From one of its uploads or of its folder; its own uploads, once there are any, come first."""
+    uploads = f"file://{tmp_path}/store"
+    run.recipe["checkpoint"] |= {"upload": uploads, "every": 4, "keep_every": 4}
+    assert run.train_here() == 0
+    (tmp_path / "branch").mkdir()
+    branch = Run(tmp_path / "branch", corpora)
+    own = f"file://{tmp_path}/own"
+    branch.recipe["checkpoint"] |= {"upload": own, "resume_from": f"file://{run.run_dir}/checkpoints/step_00000004"}
+    assert branch.train_here() == 0
+    assert [record["step"] for record in branch.records("resume")] == [4]
+    assert_same_tensors(branch.newest_checkpoint, run.newest_checkpoint)
+    assert branch.losses() == run.losses(), "the metrics came with the checkpoint"
+    shutil.rmtree(branch.run_dir)
+    assert branch.train_here() == 0
+    assert [record["step"] for record in branch.records("resume")][-1] == 12, "its own copy"
+
+
+def fetched(path: Path, address: str) -> list[int]:
+    """Steps of the checkpoints in a new run's folder that `resume_from` has fetched."""
+    source = ResumeFrom.open(ResumeFromOptions(address=address), folders(path))
+    while not source.is_idle(1):
+        pass
+    source.copy(path)
+    (path / "checkpoints").rename(path / "kept")
+    return steps(path / "kept")
+
+
+def test_resume_from_takes_the_newest_that_is_not_in_doubt_or_the_one_that_is_named(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    for step in (100, 200, 300):
+        save(old, step)
+    os.truncate(old / "checkpoints" / "step_00000300" / WEIGHTS, 3)
+    marks = Marks([])
+    marks.add(200, "one-200", "the next step was not finite")
+    marks.write(old / "checkpoints")
+    assert fetched(tmp_path / "a", f"file://{old}") == [100], "of a run folder"
+    assert fetched(tmp_path / "b", f"file://{old}/checkpoints/step_00000200/") == [200]
+    with pytest.raises(UserError, match=r"checkpoint\.resume_from: no copy in .* can be used:\n  - step 300: "):
+        fetched(tmp_path / "c", f"file://{old}/checkpoints/step_00000300")
+    with pytest.raises(UserError, match=r"checkpoint\.resume_from: .*/none: there is no complete checkpoint"):
+        fetched(tmp_path / "d", f"file://{tmp_path}/none")
+    save(tmp_path / "e", 50)
+    assert fetched(tmp_path / "e", f"file://{tmp_path}/none") == [50], "a checkpoint of its own: nothing is read"
 
 
 def test_two_ranks_upload_once_and_resume_on_one(run: Run, tmp_path: Path, line: Line) -> None:

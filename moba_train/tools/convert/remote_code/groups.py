@@ -75,7 +75,7 @@ class ByGroup(Kind):
                 q=q_BHTd, k=k_BKSd, v=v_BKSd, store=call.store.part(name), new=self.new_of(call.new, name)
             )
             kind: Any = self.get_submodule(name)
-            out_BHTd = kind.attend_to_all(own) if to_all else kind(own)
+            out_BHTd = kind.attend_to_all(own) if to_all and kind.decodes_full else kind(own)
             out_BKGTd[:, groups] = out_BHTd.unflatten(1, (len(groups), -1))
         return out_BKGTd.flatten(1, 2)
 

@@ -1,0 +1,90 @@
+"""`checkpoint.resume_from`: a checkpoint at an address with which a new run begins: weights, optimizer and counters.
+
+It is fetched where neither the run's folder nor its own uploads have a checkpoint, and becomes one of the run's own.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from moba_train.checkpoint.manifest import STEP_FOLDER
+from moba_train.checkpoint.publish import published
+from moba_train.errors import CheckpointError
+from moba_train.resolve.run import RunFolders
+from moba_train.tools.storage.fetch import fetch_newest, fetch_small_files
+from moba_train.tools.storage.remote import (
+    Address,
+    RemoteFolder,
+    StorageError,
+    complete_steps,
+    local_copy,
+    missing_package,
+)
+
+
+class ResumeFromOptions(Address):
+    """Checkpoint with which a run begins that has none yet, here or in `upload`: a folder step_..., or the newest of
+    another run's uploads or run folder."""
+
+
+class ResumeFrom:
+    """Fetches a checkpoint once. A `CheckpointStore` that copies none."""
+
+    Options = ResumeFromOptions
+    local_copy = staticmethod(local_copy)
+
+    @classmethod
+    def problem(cls, options: ResumeFromOptions) -> str:
+        """Reason why the address cannot be used here, with the remedy; empty: it can."""
+        return missing_package(options.address)
+
+    @classmethod
+    def open(cls, options: ResumeFromOptions, folders: RunFolders) -> "ResumeFrom":
+        """The source of a run's first checkpoint."""
+        return cls(options, folders)
+
+    def __init__(self, options: ResumeFromOptions, folders: RunFolders) -> None:
+        self._address = options.address
+        self._folders = folders
+        self._news: list[tuple[str, bool]] = []
+        self._fetched: Future[None] | None = None
+        """Begins with the first question for it, which comes once the uploads have looked for copies of the run."""
+
+    def copy(self, path: Path) -> None:
+        """Does nothing: the address is only read."""
+
+    def is_idle(self, wait_s: float) -> bool:
+        if self._fetched is None:
+            self._fetched = ThreadPoolExecutor(1, "resume-from").submit(self._fetch)
+        if wait([self._fetched], wait_s).not_done:
+            return False
+        self._fetched.result()  # raises what it met
+        return True
+
+    def news(self) -> list[tuple[str, bool]]:
+        news = self._news
+        self._news = []
+        return news
+
+    def _fetch(self) -> None:
+        if any(map(published, self._folders.checkpoints)):
+            return
+        try:
+            remote, steps = self._source()
+            step = fetch_newest(remote, remote.files(), steps, self._folders)
+            if remote.address.endswith("/checkpoints"):  # of a run folder, which has the metrics
+                home = RemoteFolder(remote.address.removesuffix("/checkpoints"))
+                fetch_small_files(home, home.files(), self._folders)
+        except CheckpointError as error:
+            raise StorageError(f"checkpoint.resume_from: {error}") from None
+        self._news = [(f"the checkpoint of step {step} was fetched from {remote.address}", True)]
+
+    def _source(self) -> tuple[RemoteFolder, list[int]]:
+        """The folder of the checkpoints, and the steps of those that are meant."""
+        folder, _, name = self._address.rpartition("/")
+        if match := STEP_FOLDER.fullmatch(name):
+            return RemoteFolder(folder), [int(match[1])]
+        for address in (self._address, f"{self._address}/checkpoints"):  # uploads, or a run folder
+            remote = RemoteFolder(address)
+            if steps := complete_steps(remote.files()):
+                return remote, [*steps]
+        raise StorageError(f"{self._address}: there is no complete checkpoint")
