@@ -52,7 +52,7 @@ def test_it_computes_what_one_device_does(name: str, found: dict[str, Found]) ->
 
 @pytest.mark.parametrize(("count", "tp"), [(8, 1), pytest.param(16, 2, marks=pytest.mark.slow)])
 def test_ranks_as_pipeline_context_and_expert_parallelism(count: int, tp: int, ranks: Ranks, tmp_path: Path) -> None:
-    """pp 2 (1F1B) x cp 2 x ep 4, each pipeline rank with a quarter of the experts of its layers, alone and with tp 2."""
+    """pp 2 (1F1B), cp 2, ep 4: each pipeline rank has a quarter of the experts of its layers; alone and with tp 2."""
     cases = [(RECOMPUTED, {"pp": 2, "cp": 2, "ep": 4, "tp": tp})]
     ranks.work(worker, (cases, str(tmp_path / "results.pt")), count)
     (got,) = torch.load(tmp_path / "results.pt", weights_only=True)
