@@ -60,6 +60,7 @@ def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, An
         } | options
         stages = json.dumps([last | {"tokens": tokens}])  # it has no scorer to warm up
         chosen = ["attention.default=moba", f"attention.moba={json.dumps(section)}", f"stages={stages}"]
+        chosen += ["optim.lr_factors={}"] if "optim" in recipe else []
         return [*chosen, *in_groups("moba", section)]
 
     without_groups = [f"attention.overrides={json.dumps(whole)}"] if whole != layers else []
@@ -82,14 +83,13 @@ def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, An
         frozen = own | {"train_gate": False}
         found["frozen-scorer"] = [f"attention.{kind}.train_gate=false", *in_groups(kind, frozen)]
         for name, other in (("qsa", 4), ("seer", 64)):
-            section = {"block_size": other, "topk": budget // other, "kl_weight": own["kl_weight"]}
-            warmup = recipe["stages"][0] | {
-                "attention": {name: {"mode": "warmup"}, "by_group": {"mode": "warmup"}},
-                "trainable": [f"*.attention.*{name}.*"],
-            }
-            stages = json.dumps([warmup, last])
+            section = recipes.selects(name, other, budget // other) | {"kl_weight": own["kl_weight"]}
+            stages = json.dumps([recipe["stages"][0] | {"attention": recipes.in_full(name)}, last])
             chosen = [f"attention.default={name}", f"attention.{name}={json.dumps(section)}", f"stages={stages}"]
+            chosen.append(f"optim.lr_factors={json.dumps(recipes.scorer_rate(name))}")
             found[name] = [*chosen, *in_groups(name, section)]
+    if "index_keys" in own:
+        found["shared-keys"] = [f"attention.{kind}.index_keys=shared", *in_groups(kind, own | {"index_keys": "shared"})]
     return found
 
 

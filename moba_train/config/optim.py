@@ -38,8 +38,7 @@ class AdaptersConfig(OpenSection):
     @property
     def given(self) -> tuple[str, Section] | None:
         """Name and options of the adapters; None: the model itself is trained."""
-        found = (self.__pydantic_extra__ or {}).items()
-        return next(((name, options) for name, options in found if options is not None), None)
+        return next((one for one in (self.__pydantic_extra__ or {}).items() if one[1] is not None), None)
 
 
 class OptimConfig(OpenSection):
@@ -59,6 +58,9 @@ class OptimConfig(OpenSection):
         "deepspeed_cpu: state and update in host memory, for models whose optimizer state does not fit on the GPU",
     )
     lr: float = Field(3e-4, gt=0, le=MOST_RATE, description="peak learning rate")
+    lr_factors: dict[str, Annotated[float, Field(gt=0, le=MOST_RATE)]] = Field(
+        {}, description="factors on `lr` of the parameters whose names match a glob pattern, the first that does"
+    )
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the running mean and of the running square")
     eps: float = Field(1e-8, ge=1e-30, le=1, description="added to the root of the running square")
     weight_decay: float = Field(

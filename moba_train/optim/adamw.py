@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from moba_train.config.optim import OptimConfig
 from moba_train.optim.gradients import local_part
-from moba_train.optim.spec import ADAMW_STATE, NamedParameters, OptimizerSpec, trained_parameters
+from moba_train.optim.spec import ADAMW_STATE, NamedParameters, OptimizerSpec, is_trainable, trained_parameters
 from moba_train.registry import ADAMW_KERNELS
 
 
@@ -18,23 +18,24 @@ def implementation_problem(config: OptimConfig, device: str | None) -> str:
     """Reason why `optim.implementation` cannot run on `device` ("cuda", "cpu"; None: not known); empty when it can."""
     if config.implementation == "torch" or device is None:
         return ""
-    problem: str = ADAMW_KERNELS[config.implementation].problem(device)
-    return problem
+    return str(ADAMW_KERNELS[config.implementation].problem(device))
 
 
 def keeps_state_on_host(config: OptimConfig) -> bool:
     """True if the moments are in host memory."""
-    device = None if config.implementation == "torch" else ADAMW_KERNELS[config.implementation].state_device
-    return device is not None and bool(device.type == "cpu")
+    return config.implementation != "torch" and str(ADAMW_KERNELS[config.implementation].state_device) == "cpu"
 
 
 def adamw_groups(parameters: NamedParameters, config: OptimConfig) -> list[dict[str, Any]]:
-    """Parameter groups with weight decay (matrices) and without (norms, biases)."""
-    matrices = [value for name, value in parameters if value.dim() >= 2 and not name.endswith(".bias")]
-    vectors = [value for name, value in parameters if value.dim() < 2 or name.endswith(".bias")]
+    """Parameter groups with weight decay (matrices) and without (norms, biases), for each factor of `lr_factors`."""
+    found: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
+    for name, value in parameters:
+        factors = (factor for pattern, factor in config.lr_factors.items() if is_trainable(name, [pattern]))
+        decays = value.dim() >= 2 and not name.endswith(".bias")
+        found.setdefault((next(factors, 1.0), decays), []).append(value)
     return [
-        {"params": matrices, "weight_decay": config.weight_decay, "lr_factor": 1.0},
-        {"params": vectors, "weight_decay": 0.0, "lr_factor": 1.0},
+        {"params": group, "weight_decay": config.weight_decay * decays, "lr_factor": factor}
+        for (factor, decays), group in found.items()
     ]
 
 
@@ -58,8 +59,7 @@ def build_torch_adamw(groups: list[dict[str, Any]], config: OptimConfig, device:
     """torch's AdamW over parameter groups."""
     # 1B parameters take 12.9 to 13.5 ms, by apex 14.7, by Transformer Engine 12.6, by DeepSpeed in host memory 1,093
     # (benchmarks/measured/packages.md).
-    fused = True if device.type == "cuda" else None
-    return TorchAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    return TorchAdamW(groups, config.lr, config.betas, config.eps, fused=device.type == "cuda" or None)
 
 
 def _build(model: nn.Module, config: OptimConfig, device: torch.device, _group: dist.ProcessGroup | None) -> Optimizer:

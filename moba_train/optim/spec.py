@@ -62,8 +62,7 @@ def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     projection is a module of its own, so queries, keys, values, gate and up are separate matrices, each with all heads
     or columns.
     """
-    kinds = (nn.Linear, MatrixStack)
-    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
+    linears = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear | MatrixStack)}
     return {
         name: weight for name, weight in trained_parameters(model) if name in linears and name.startswith("blocks.")
     }
@@ -89,8 +88,7 @@ def learning_rate(schedule: ScheduleConfig, peak: float, tokens: int, span: int)
         case "cosine":
             factor = low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * done))
         case "wsd":  # warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395)
-            left = max(0, span - tokens)
-            factor = low + (1.0 - low) * min(1.0, left / max(1, schedule.decay_tokens))
+            factor = low + (1.0 - low) * min(1.0, max(0, span - tokens) / max(1, schedule.decay_tokens))
     return peak * factor
 
 
@@ -104,11 +102,10 @@ def stage_learning_rate(stages: Sequence[Stage], index: int, run_schedule: Sched
     rate stays what it is at the end of the stage's `tokens`, and later stages have the rates of a run without `until`.
     """
     stage = stages[index]
-    last = stages[-1]
     own_tokens = min(tokens - stage.first_token, stage.planned_tokens)
     if stage.schedule is not None:
         return learning_rate(stage.schedule, stage.lr, own_tokens, stage.planned_tokens)
-    span = last.planned_first_token + last.planned_tokens
+    span = stages[-1].planned_first_token + stages[-1].planned_tokens
     return learning_rate(run_schedule, stage.lr, stage.planned_first_token + own_tokens, span)
 
 

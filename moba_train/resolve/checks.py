@@ -3,7 +3,7 @@
 import difflib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -104,15 +104,14 @@ def stage_problems(
     stages = run.stages
     settings = evaluation_settings(run)
     spec = run.setup.spec
-    ranks_per_node = world.ranks_per_node if world is not None else None
-    here = _type_here(device)
+    place = world.ranks_per_node if world is not None else None, _type_here(device)
     return [
-        *context_problems(config.model, stages, config.stages, config.precision, ranks_per_node, here),
+        *context_problems(config.model, stages, config.stages, config.precision, *place),
         *row_problems(stages, [evaluated_sequences(run.evaluation, setting) for setting in settings]),
         *evaluation_problems(run.evaluation, settings),
         *exit_problems(run.evaluation, settings, config.stages, run.optim.schedule),
         *_layer_problems(config.model, stages),
-        *_trainable_problems(spec, stages),
+        *_trainable_problems(spec, stages, () if allow_idle else config.optim.lr_factors),
         *(() if allow_idle else exclude_problems(spec, config.precision)),
     ]
 
@@ -196,9 +195,11 @@ def _type_here(device: Device | None) -> str | None:
     return device.type if device is not None and device.is_here else None
 
 
-def _trainable_problems(spec: ModelSpec, stages: Sequence[Stage]) -> Iterator[str]:
-    """Patterns in `stages[i].trainable` that no parameter of the model matches, and stages that would train nothing."""
-    if all(stage.trainable == ALL_PARAMETERS for stage in stages):
+def _trainable_problems(spec: ModelSpec, stages: Sequence[Stage], factors: Iterable[str]) -> Iterator[str]:
+    """Patterns in `stages[i].trainable` and `optim.lr_factors` that no parameter of the model matches, and stages that
+    would train nothing."""
+    patterns = [("optim.lr_factors", pattern) for pattern in factors]
+    if not patterns and all(stage.trainable == ALL_PARAMETERS for stage in stages):
         return
     with torch.device("meta"):
         names = [name for name, _ in build_model(spec).named_parameters() if name not in spec.base]
@@ -220,12 +221,12 @@ def _trainable_problems(spec: ModelSpec, stages: Sequence[Stage]) -> Iterator[st
                 f"{stage.name!r} uses them, so nothing would be trained; set train_gate: true or mode: warmup, or "
                 "change it"
             )
-        for place, pattern in enumerate(given):
-            if any(is_trainable(name, [pattern]) for name in names):
-                continue
+        patterns += [(f"{path}[{place}]", pattern) for place, pattern in enumerate(given)]
+    for path, pattern in patterns:
+        if not any(is_trainable(name, [pattern]) for name in names):
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
             hint = f"; closest: {', '.join(close)}" if close else f"; they begin with {names[0]}, {names[1]}"
-            yield f"{path}[{place}]: given {pattern!r}, which no parameter's name matches{hint}"
+            yield f"{path}: given {pattern!r}, which no parameter's name matches{hint}"
 
 
 def _learns(name: str, stage: Stage, head_width: int) -> bool:

@@ -61,16 +61,17 @@ class FullLayersConfig(HiddenNeedles):
     groups: bool = Field(
         False,
         description="also try groups of heads of any layers, as many as `count` layers have: those with the most "
-        "probability outside and, with `by: needle`, those that copy needles; see the kind by_group",
+        "probability outside and, unless `by: loss`, those that copy needles; see the kind by_group",
     )
     stands_for: dict[str, Any] | None = Field(
         None,
         description="`kind` and `options` that other groups have in the recipe, if the sparse kind here stands for it",
     )
-    by: Literal["loss", "needle"] = Field(
+    by: Literal["loss", "needle", "copy"] = Field(
         "loss",
-        description="loss that decides: of the last tokens of long documents, or of needles' answers, of the longest "
-        "length; which needs data.tokenizer",
+        description="what decides: the loss of the last tokens of long documents or of needles' answers, or, copy, the "
+        "probability that a layer's heads, or a group's, give the needle's token, whatever the losses; needle and "
+        "copy take the longest length and need data.tokenizer",
     )
 
     @field_validator("stands_for")
@@ -102,7 +103,7 @@ class FullLayers(Evaluation[FullLayersConfig]):
         if not len(self._samples):
             self.missing = f"data.validation has no document longer than the stage's {seq_len} tokens"
         self._questions: list[Question] = []
-        if options.by == "needle":
+        if options.by != "loss":
             length = max(stage_lengths(options, setting.stage), default=seq_len)
             self._questions = NeedleTexts(options, setting, self.key).questions(length)
 
@@ -127,7 +128,7 @@ class FullLayers(Evaluation[FullLayersConfig]):
             yield f"{cls.key}.count: given {options.count}; allowed: fewer than the model's {layers} layers"
         if options.groups and options.windows:
             yield f"{cls.key}.groups: given true with windows {options.windows}; allowed: with windows 0"
-        if options.by == "needle":
+        if options.by != "loss":
             yield from text_problems(options, setting, cls.key)
 
     @classmethod
@@ -181,6 +182,8 @@ class FullLayers(Evaluation[FullLayersConfig]):
         groups_by = self._group_candidates(rows) if self._options.groups else {}
         found |= self._measured(context, {name: model.full_in_groups(some) for name, some in groups_by.items()})
         best = min([*chosen_by, *groups_by], key=lambda name: found[name].deciding.trailing)
+        if self._options.by == "copy":
+            best = "groups_copy" if groups_by else "copy"
         overrides: dict[int, dict[str, Any]] = {}
         if best in groups_by:
             every = model.kv_heads

@@ -119,7 +119,8 @@ def test_index_branches_select_and_learn_as_in_plain_pytorch(
         return torch.randn(shape, generator=generator).to(dtype)
 
     q, k = random(queries, heads, width), random(layout.total, kv_heads, width)
-    index = random(queries, kv_heads, widths[1]), random(layout.total, widths[1])
+    # Cut from wider tensors, as those of a group with a key are.
+    index = random(queries, kv_heads + 1, widths[1])[:, 1:], random(layout.total, 2 * widths[1])[:, widths[1] :]
     lse, weights = 4 + random(heads, queries).float(), random(queries).float()
     ours, plain = (
         index_operators.select(*index, None, *where, block_size, count, False, in_plain) for in_plain in (False, True)
@@ -128,7 +129,7 @@ def test_index_branches_select_and_learn_as_in_plain_pytorch(
     for selected in (None, plain):
         results = []
         for in_plain in (False, True):
-            leaves = [x.clone().requires_grad_() for x in index]
+            leaves = [x.detach().requires_grad_() for x in index]
             sizes = block_size, width**-0.5, False, in_plain
             divergence = index_operators.distill(*leaves, q, k, lse, selected, *where, *sizes)
             results.append([divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)])

@@ -24,18 +24,22 @@ def begun(run: Run, finished: Run, ranks: Ranks, count: int, kind: str, **option
 
 
 @pytest.mark.parametrize("count", [1, 2], ids=["one rank", "weights in shards"])
-@pytest.mark.parametrize("kind", ["msa", "qsa"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("msa", {}), ("msa", {"index_keys": "group"}), ("qsa", {})],
+    ids=["msa", "msa, keys of groups", "qsa"],
+)
 def test_index_queries_are_those_of_the_group_and_index_keys_the_keys(
-    kind: str, count: int, run: Run, finished_run: Run, ranks: Ranks
+    kind: str, options: dict[str, Any], count: int, run: Run, finished_run: Run, ranks: Ranks
 ) -> None:
-    found = begun(run, finished_run, ranks, count, kind)
+    found = begun(run, finished_run, ranks, count, kind, **options)
     base = checkpoint_tensors(finished_run.newest_checkpoint)
     for layer in range(2):
         before = f"model.blocks.{layer}.attention."
         queries, keys = (base[f"{before}{name}.weight"].unflatten(0, (-1, WIDTH)) for name in ("q_proj", "k_proj"))
         wanted = torch.stack([queries[group * 2 : group * 2 + 2].mean(0) for group in range(GROUPS)]).flatten(0, 1)
         torch.testing.assert_close(found[f"{before}{kind}.q_proj.weight"], wanted, atol=1e-7, rtol=0)
-        wanted = keys.mean(0) if kind == "msa" else keys.flatten(0, 1)
+        wanted = keys.mean(0) if (kind, options) == ("msa", {}) else keys.flatten(0, 1)
         torch.testing.assert_close(found[f"{before}{kind}.k_proj.weight"], wanted, atol=1e-7, rtol=0)
 
 

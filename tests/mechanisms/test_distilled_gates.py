@@ -57,6 +57,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "msa warmup": ("msa", MSA | {"mode": "warmup", "kl_weight": 0.5}),
     "msa sparse": ("msa", MSA),
     "msa frozen": ("msa", MSA | {"train_gate": False}),
+    "msa, keys of groups, warmup": ("msa", MSA | {"index_keys": "group", "mode": "warmup", "kl_weight": 0.5}),
+    "msa, keys of groups": ("msa", MSA | {"index_keys": "group"}),
 }
 each = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
 
@@ -142,7 +144,8 @@ def msa_document(layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tu
     positions = torch.arange(length)
     weight_q, weight_k = layer.parameters.q_proj.weight, layer.parameters.k_proj.weight
     q_index = rotated(layer, (x.detach() @ weight_q.T).unflatten(-1, (groups, -1)), positions)
-    k_index = rotated(layer, (x.detach() @ weight_k.T).unsqueeze(1), positions)[:, 0]
+    k_index = rotated(layer, (x.detach() @ weight_k.T).unflatten(-1, (-1, q_index.shape[-1])), positions)
+    k_index = k_index.expand(-1, groups, -1)
     q, k = rotated(layer, q, positions), rotated(layer, k, positions)
     causal = (positions[:, None] >= positions[None, :]).expand(heads, -1, -1)
     allowed = torch.zeros_like(causal)
@@ -151,7 +154,7 @@ def msa_document(layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tu
     for token in range(length):
         own = token // size
         for group in range(groups):
-            tokens = k_index[: token + 1] @ q_index[token, group] / math.sqrt(q_index.shape[-1])
+            tokens = k_index[: token + 1, group] @ q_index[token, group] / math.sqrt(q_index.shape[-1])
             logits = torch.stack([part.max(-1).values for part in tokens.split(size)])
             history = chosen(logits[:own], options.topk - 1) if options.mode == "sparse" else list(range(own))
             scores[token, group], covered[token, group] = logits, [*history, own]
@@ -245,7 +248,7 @@ def test_packed_documents(name: str, options: dict[str, Any]) -> None:
     assert_documents_are_independent(name, options, LENGTHS)
 
 
-@pytest.mark.parametrize("case", ["msa sparse", "msa warmup", "seer warmup"])
+@pytest.mark.parametrize("case", ["msa sparse", "msa, keys of groups", "msa warmup", "seer warmup"])
 def test_decoding(case: str) -> None:
     assert_decodes_like_training(*CASES[case])
 
@@ -320,7 +323,8 @@ def test_flops_are_those_of_the_products(name: str, options: dict[str, Any]) -> 
         if learns and options.get("mode") != "warmup":  # full attention besides, for its map
             counted += 2 * of_pair * full_pairs
     else:
-        matrices = 2 * MODEL.hidden_size * (kv_heads + 1) * 6 * tokens
+        keys = kv_heads if options.get("index_keys") == "group" else 1
+        matrices = 2 * MODEL.hidden_size * (kv_heads + keys) * 6 * tokens
         scores = 2 * kv_heads * 6
         counted += matrices + scores * full_pairs
         if learns:  # a block's score is that of one token
@@ -357,7 +361,8 @@ def test_what_msa_keeps_of_other_ranks_in_its_warm_up_is_what_it_gathers(monkeyp
 @each
 def test_export_is_refused_with_what_would_be_lost(name: str, options: dict[str, Any]) -> None:
     kind = KINDS[name](KINDS[name].Options(**options), MODEL.head_width)
-    size = 6 * {"seer": 8 * (4 + 3 * 2), "msa": MODEL.hidden_size * 3}[name]
+    heads = 4 if "index_keys" in options else 3
+    size = 6 * {"seer": 8 * (4 + 3 * 2), "msa": MODEL.hidden_size * heads}[name]
     assert layer_problem(kind, MODEL).startswith(f"kind {name!r} has {size} parameters in a layer")
 
 

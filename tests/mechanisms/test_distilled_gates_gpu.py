@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seer sparse": ("seer", {"train_gate": True}),
     "msa warmup": ("msa", {"mode": "warmup"}),
     "msa sparse": ("msa", {}),
+    "msa, keys of groups": ("msa", {"index_keys": "group"}),
     "indexer warmup": ("indexer", {"mode": "warmup"}),
     "indexer sparse": ("indexer", {}),
     "indexer in two stages": ("indexer", {"index_heads": 2, "top_p": 0.9, "coarse": {"blocks": 8}}),
@@ -63,7 +64,9 @@ def test_float32_gives_the_numbers_of_the_cpu(case: str, device: torch.device) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["seer sparse", "msa sparse", "indexer sparse", "indexer in two stages"])
+@pytest.mark.parametrize(
+    "case", ["seer sparse", "msa sparse", "msa, keys of groups", "indexer sparse", "indexer in two stages"]
+)
 def test_kernels_attend_to_the_selected_blocks_as_the_reference_does(case: str, device: torch.device) -> None:
     name, options = CASES[case]
     layer = make_layer(name, options | {"block_size": 64, "topk": 4}, [700, 0, 1, 1000], model=WIDE)

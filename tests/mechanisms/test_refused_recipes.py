@@ -50,6 +50,11 @@ def test_an_implementation_of_adamw_is_refused_for_muon(load: Load) -> None:
     assert_refused(load("optim.kind=muon", "optim.implementation=deepspeed_cpu"), problem)
 
 
+def test_rates_of_single_parameters_are_refused_for_muon(load: Load) -> None:
+    problem = "optim.lr_factors: given {'norm.weight': 2.0} with kind muon; allowed: with kind adamw"
+    assert_refused(load("optim.kind=muon", "optim.lr_factors={norm.weight: 2}"), problem)
+
+
 @pytest.mark.parametrize(
     ("override", "text"),
     [

@@ -53,6 +53,26 @@ def test_every_parameter_is_in_one_group_and_groups_follow_the_rate_by_their_fac
     assert rates == [0.125, *(0.5 * group["lr_factor"] for group in optimizer.param_groups[1:])]
 
 
+def test_parameters_whose_names_match_have_a_rate_of_their_own(model: nn.Module) -> None:
+    """Decayed or not as others are; the first pattern that matches counts."""
+    factors = {"*.bias": 3.0, "blocks.*": 0.5, "*": 1.0}
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1, lr_factors=factors), CPU)
+    set_learning_rate(optimizer, 0.5)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {
+        names[id(one)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for one in group["params"]
+    }
+    assert found == {
+        "blocks.0.weight": (0.25, 0.1),
+        "blocks.0.bias": (1.5, 0.0),
+        "blocks.1.weight": (0.25, 0.0),
+        "blocks.1.bias": (1.5, 0.0),
+        "output.weight": (0.5, 0.1),
+    }
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_state_is_what_it_says_by_name_and_size(kind: str, model: nn.Module) -> None:
     spec = OPTIMIZERS[kind]

@@ -29,6 +29,14 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_closest_names(load: Lo
     assert "embedding.weight" in second
 
 
+def test_a_rate_for_parameters_that_are_not_there_is_refused(load: Load) -> None:
+    check(load("optim.lr_factors={'*.attention.q_proj.*': 2, norm.weight: 0.5}"))
+    with pytest.raises(ConfigError, match=r"optim\.lr_factors: given 'norm.weigth', which no .*: norm\.weight"):
+        check(load("optim.lr_factors={norm.weigth: 2}"))
+    with pytest.raises(ConfigError, match=r"optim\.lr_factors\.norm\.weight: given 0; allowed: .* > 0"):
+        check(load("optim.lr_factors={norm.weight: 0}"))
+
+
 @pytest.mark.parametrize("value", ["[]", "none", "3"])
 def test_a_stage_that_trains_nothing_is_refused(load: Load, value: str) -> None:
     with pytest.raises(ConfigError, match=r"stages\[1\]\.trainable: .*allowed: all \| non-empty list of text"):

@@ -185,15 +185,19 @@ def test_heads_are_measured_behind_the_windows_that_the_model_keeps(texts: Path)
     assert narrow != wide
 
 
-def test_needles_decide_where_they_are_asked_for(texts: Path) -> None:
-    config = asking(texts, NEEDLE_LENGTH, by="needle", samples=1, depths=[30, 70], lengths=[NEEDLE_LENGTH])
+@pytest.mark.parametrize("by", ["needle", "copy"])
+def test_needles_decide_where_they_are_asked_for(texts: Path, by: str) -> None:
+    config = asking(texts, NEEDLE_LENGTH, by=by, samples=1, depths=[30, 70], lengths=[NEEDLE_LENGTH])
     model = Transformer(config.model)
     initialize_weights(model, 0)
     data = built(FullLayers, config).run(context(config, model)).data
     candidates = {one["name"]: one for one in data["candidates"]}
     assert "copy" in candidates
     by_needle = {name: one["answers"] for name, one in candidates.items() if name not in ("sparse", "full")}
-    assert candidates[min(by_needle, key=lambda name: by_needle[name])]["layers"] == data["chosen"]
+    copies = {row["layer"]: row["copy"] for row in data["layers"]}
+    assert candidates["copy"]["layers"] == [max(copies, key=lambda layer: copies[layer])]
+    best = "copy" if by == "copy" else min(by_needle, key=lambda name: by_needle[name])
+    assert candidates[best]["layers"] == data["chosen"]
     assert candidates["full"]["answers"] != candidates["sparse"]["answers"]
     gains = candidates["sparse"]["answers"] - candidates["full"]["answers"]
     assert gains != candidates["sparse"]["trailing"] - candidates["full"]["trailing"]

@@ -1,15 +1,17 @@
 """The kind `msa`: MiniMax Sparse Attention, of MiniMax-M3 (arXiv:2606.13392).
 
 An index branch scores every earlier token: one index query head for each group of query heads that share a key/value
-head, and one index key head for all groups, two projections of the layer's input, rotated at the tokens' positions. A
-block's score is that of its best token. The heads of a group attend to the same blocks. The branch learns the group's
-own attention: the probability in each block, averaged over the group's heads.
+head, and one index key head for all groups or, which finds rare tokens far better (benchmarks/measured/sparsify.md),
+one for each; two projections of the layer's input, rotated at the tokens' positions. A block's score is that of its
+best token. The heads of a group attend to the same blocks. The branch learns the group's own attention: the probability
+in each block, averaged over the group's heads.
 
 Shape suffixes: n queries of this rank, T tokens of the sequence, D hidden size, H query heads, K key/value heads, d
 head width, w index width, C selected blocks.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -46,6 +48,21 @@ class IndexBranch(nn.Module):
         return q_nKw, self.k_norm(self.k_proj(x_nD).unflatten(-1, (-1, self.width)))
 
 
+class IndexOptions(GateOptions):
+    """Options that kinds with an index branch share."""
+
+    train_gate: bool = Field(
+        True, description="mode sparse: whether the gate goes on learning; mode warmup: it always does"
+    )
+    index_dim: int | None = Field(
+        None,
+        ge=2,
+        le=LARGEST_WIDTH,
+        multiple_of=2,
+        description="width of index queries and keys; null: the head width",
+    )
+
+
 class MsaKind(DistilledGate):
     """The query heads of a group attend to the blocks whose best tokens an index branch scores highest."""
 
@@ -53,27 +70,29 @@ class MsaKind(DistilledGate):
     pooled = False
     """True if a block's score is that of its mean index key, of which each group has its own."""
 
-    class Options(GateOptions):
+    class Options(IndexOptions):
         """Options of `kind: msa`."""
 
         block_size: Length = Field(128, description="tokens per block; blocks start again with each document")
         topk: int = Field(16, ge=1, description="blocks each query attends to, its own included; 1: own block only")
-        train_gate: bool = Field(
-            True, description="mode sparse: whether the gate goes on learning; mode warmup: it always does"
-        )
-        index_dim: int | None = Field(
-            None,
-            ge=2,
-            le=LARGEST_WIDTH,
-            multiple_of=2,
-            description="width of index queries and keys; null: the head width",
+        index_keys: Literal["shared", "group"] = Field(
+            "shared",
+            description="shared: one index key of a token for all groups of heads, as in MiniMax-M3; group: one for "
+            "each, with as much work and more memory",
         )
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+        assert isinstance(options, IndexOptions)
+        # As in MiniMax-M3: normalised where the model normalises q and k.
+        width = options.index_dim or model.head_width
+        return IndexBranch(model, width, cls.key_heads(options, model), bool(model.qk_norm))
+
+    @classmethod
+    def key_heads(cls, options: Section, model: ModelConfig) -> int:
+        """Index keys of a token."""
         assert isinstance(options, MsaKind.Options)
-        # As in MiniMax-M3: one index key for all groups, normalised where the model normalises q and k.
-        return IndexBranch(model, options.index_dim or model.head_width, 1, bool(model.qk_norm))
+        return model.kv_heads if options.index_keys == "group" else 1
 
     @classmethod
     @torch.no_grad()
@@ -90,7 +109,7 @@ class MsaKind(DistilledGate):
         return each_KhwD.mean((0, 1)) if parameter == "k_proj.weight" and shape[0] == width else None
 
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
-        """Index queries [n, K, w] of this rank and index keys of all tokens, side by side: [T, w]."""
+        """Index queries [n, K, w] of this rank and index keys of all tokens, side by side: [T, w] or [T, K * w]."""
         shard = layer.engine.shard(layer.layout)
         x_nD = own_rows(layer.x_TD, shard).detach()
         positions_n = query_positions(*layout_arguments(shard.layout), len(x_nD))
@@ -108,7 +127,15 @@ class MsaKind(DistilledGate):
         """int32 [K, n, C]: the selected history blocks of each group."""
         options = self.gate_options
         sizes = options.block_size, options.history_blocks, self.pooled, options.backend == "reference"
-        return operators.select(*features, None, *where, *sizes)
+        return torch.cat([operators.select(*part, None, *where, *sizes) for part in self._compared(features)])
+
+    def _compared(self, features: Features) -> list[Features]:
+        """Index queries and keys that are compared with each other: all, or one by one those of groups."""
+        q_nKw, k_Ty = features
+        width = q_nKw.shape[2]
+        if self.pooled or k_Ty.shape[1] == width:
+            return [features]
+        return [*zip(q_nKw.split(1, 1), k_Ty.split(width, 1), strict=True)]
 
     def divergence(
         self,
@@ -124,7 +151,12 @@ class MsaKind(DistilledGate):
         where = layout_arguments(shard.layout)
         options = self.gate_options
         sizes = options.block_size, self.full.scale, self.pooled, options.backend == "reference"
-        return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
+        parts = self._compared(features)
+        count = len(parts)
+        q, k, lse = q_nHd.chunk(count, 1), k_TKd.chunk(count, 1), lse_Hn.chunk(count)
+        selected = [None] * count if selected_KnC is None else selected_KnC.chunk(count)
+        given = zip(parts, q, k, lse, selected, strict=True)
+        return torch.stack([operators.distill(*part, *one, *where, *sizes) for part, *one in given]).mean(0)
 
     def costs(self, model: ModelConfig) -> "MsaCosts":
         """Costs of attention and the index branch."""
@@ -175,10 +207,10 @@ class MsaCosts(GateCosts):
 
     @property
     def _key_heads(self) -> int:
-        return self.model.kv_heads if self.kind.pooled else 1
+        return self.kind.key_heads(self.kind.gate_options, self.model)
 
     @property
     def _index_width(self) -> int:
         options = self.kind.gate_options
-        assert isinstance(options, MsaKind.Options)
+        assert isinstance(options, IndexOptions)
         return options.index_dim or self.model.head_width

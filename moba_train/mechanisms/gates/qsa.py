@@ -18,7 +18,7 @@ from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.gates import short_blocks
 from moba_train.mechanisms.gates.distilled_gate import GateOptions
-from moba_train.mechanisms.gates.msa import IndexBranch, MsaKind
+from moba_train.mechanisms.gates.msa import IndexBranch, IndexOptions, MsaKind
 
 
 class QsaKind(MsaKind):
@@ -27,7 +27,7 @@ class QsaKind(MsaKind):
     name = "qsa"
     pooled = True
 
-    class Options(MsaKind.Options):
+    class Options(IndexOptions):
         """Options of `kind: qsa`."""
 
         block_size: Length = Field(4, description="tokens per entry; entries start again with each document")
@@ -35,8 +35,13 @@ class QsaKind(MsaKind):
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
-        assert isinstance(options, QsaKind.Options)
+        assert isinstance(options, IndexOptions)
         return IndexBranch(model, options.index_dim or model.head_width, model.kv_heads, norms=True)
+
+    @classmethod
+    def key_heads(cls, options: Section, model: ModelConfig) -> int:
+        """Index keys of a token: one of each group."""
+        return model.kv_heads
 
     @classmethod
     def attends_by(cls, options: GateOptions, head_dim: int) -> type[GivenBlocks]:

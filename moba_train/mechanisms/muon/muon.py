@@ -233,7 +233,10 @@ def _build(model: nn.Module, config: OptimConfig, device: torch.device, group: d
 
 def _problems(config: RunConfig) -> Iterator[str]:
     options = config.optim.options_of("muon")
-    return clip_problems(config) if isinstance(options, MuonConfig) and options.qk_clip is not None else iter(())
+    if config.optim.lr_factors:
+        yield f"optim.lr_factors: given {config.optim.lr_factors} with kind muon; allowed: with kind adamw"
+    if isinstance(options, MuonConfig) and options.qk_clip is not None:
+        yield from clip_problems(config)
 
 
 MUON = OptimizerSpec(_build, ADAMW_STATE, {"momentum_buffer": 4}, _problems, MuonConfig)

@@ -37,7 +37,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "window": frozenset({"window", "sinks"}),
     "moba": frozenset({"block_size", "topk", "select", "always", "key_conv"}),
     "moba_window": frozenset({"block_size", "topk", "select", "always", "key_conv", "window"}),
-    "msa": frozenset(_GATE | {"index_dim"}),
+    "msa": frozenset(_GATE | {"index_dim", "index_keys"}),
     "qsa": frozenset(_GATE | {"index_dim"}),
     "indexer": frozenset(_GATE | {"index_dim", "index_heads", "first_blocks", "local_blocks", "top_p", "coarse"}),
     "seer": frozenset(_GATE | {"threshold", "gate_dim"}),

@@ -43,7 +43,7 @@ def sparsify(
     full_layers: Annotated[
         int | None, typer.Option(min=1, help="layers that stay full; default: 3, at most a quarter")
     ] = None,
-    lr: Annotated[float, typer.Option(min=0.0, help="peak learning rate; the scorer's warm-up has another one")] = 1e-4,
+    lr: Annotated[float, typer.Option(min=0.0, help="peak learning rate; a scorer's is 10 times as high")] = 1e-4,
     rope_theta: Annotated[
         float | None,
         typer.Option(min=1.0, help="RoPE's base for a --length that is new to the model; default: by the length"),
@@ -73,9 +73,9 @@ def sparsify(
 ) -> None:
     """Make a trained model sparse, and compare it with full attention trained on the same data.
 
-    Says what the budget costs (oracle), chooses the layers that stay full (calibration), trains the scorer and then the
-    model, which learns from its own full attention, evaluates, and writes a report and the model. Each step is an
-    ordinary command; the same call goes on where the last one ended."""
+    Says what the budget costs (oracle) and chooses the layers that stay full (calibration). Trains model and scorer
+    with full attention, then the sparse model, which learns from its own full attention. Evaluates, and writes a report
+    and the model. Each step is an ordinary command; the same call goes on where the last one ended."""
     from moba_train.tools.sparsify import page, recipes, steps
     from moba_train.tools.sparsify.places import places
 

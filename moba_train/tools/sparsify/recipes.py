@@ -39,11 +39,15 @@ _BATCH = 1 << 17
 """Tokens of a step, as in configs/recipes/smollm2-32k.yaml."""
 _FEWEST_STEPS = 64
 """Steps of a run at least, with smaller batches if there are few tokens."""
-_WARMUP_LR = 1e-3
-"""Learning rate of a scorer that learns alone, as in configs/recipes/distill-msa.yaml."""
-_LEARNS = {"kl_weight": 0.1}
-"""Options of a kind with a scorer. AdamW's steps hardly depend on the factor, but all gradients are clipped together:
-with 1 the scorer's norm was 5.4 in SmolLM2-135M, the model's about 0.3, and the model's spikes were not cut
+_EXTENSION_RATE = 5
+"""Factor on the learning rate while the model learns the length: its base is new."""
+_SCORER_RATE = 10
+"""Factor on the learning rate of a scorer. At the model's own, 1e-4, the divergence of SmolLM2-135M's fell by 8 % in 23
+steps of full attention, at five times that by 32 % in 38; the model itself got worse at 5e-4
+(benchmarks/measured/sparsify.md)."""
+_KL_WEIGHT = 0.1
+"""Weight of a scorer's divergence. AdamW's steps hardly depend on it, but all gradients are clipped together: with 1
+the scorer's norm was 5.4 in SmolLM2-135M, the model's about 0.3, and the model's spikes were not cut
 (benchmarks/measured/sparsify.md)."""
 _BUCKETS = 16
 """Parts of a sequence whose losses are measured apart."""
@@ -152,29 +156,22 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
         raise UserError(f"--length: given {request.length}; allowed: a multiple of {_BUCKETS}")
     smallest = request.length * request.gpus
     batch = smallest * max(1, min(_BATCH, request.tokens // _FEWEST_STEPS) // smallest)
-    # Whole steps of the other stages, so that both arms have as many tokens.
-    warmup = batch * max(1, rest // 5 // batch) if warms_up(request.kind) else 0
-    if rest - warmup < batch:
+    # Whole steps of the other stage, so that both arms have as many tokens.
+    dense = batch * max(1, rest // 2 // batch) if warms_up(request.kind) else 0
+    if rest - dense < batch:
         raise UserError(f"--tokens: given {request.tokens}; allowed: at least {3 * batch} for sequences of this length")
     begin = {"init_from": first} | ({"model": {"rope": rope}} if rope else {})
 
     def stage(name: str, tokens: int, **keys: Any) -> dict[str, Any]:
-        return {"name": name, "seq_len": request.length, "tokens": tokens, "lr": request.lr, **keys}
+        return {"name": name, "seq_len": request.length, "tokens": tokens, **keys}
 
-    own: dict[str, Any] = {"block_size": size, "topk": topk}
-    if request.kind == "moba":
-        own |= {"select": "group", "always": forced(topk)}
-    if warms_up(request.kind):
-        own |= _LEARNS
+    own = selects(request.kind, size, topk)
     teacher = "full_and_windows" if "overrides" in source.attention else "full"
-    sparse_stages = [stage("sparse", rest - warmup, distill={"teacher": teacher, "weight": 0.5})]
-    if warmup:
-        learns = {
-            "attention": {request.kind: {"mode": "warmup"}, "by_group": {"mode": "warmup"}},
-            "trainable": [f"*.attention.*{request.kind}.*"],  # also in layers of kind by_group
-            "batch_tokens": smallest,
-        }
-        sparse_stages.insert(0, stage("warmup", warmup, **learns | {"lr": _WARMUP_LR}))
+    sparse_stages = [stage("sparse", rest - dense, distill={"teacher": teacher, "weight": 0.5})]
+    learns = {}
+    if dense:
+        sparse_stages.insert(0, stage("dense", dense, attention=in_full(request.kind)))
+        learns = {"optim": {"lr_factors": scorer_rate(request.kind)}}
     contents = {
         BASE: _base(request, source, output, batch),
         EVALUATION: {"evaluation": _evaluation(request, source, size, topk)},
@@ -183,7 +180,7 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
             "name": "extend",
             "run_dir": first,
             "init_from": request.model,
-            "stages": [stage("extend", extension, rope=rope)],
+            "stages": [stage("extend", extension, rope=rope, lr=_EXTENSION_RATE * request.lr)],
         },
         CALIBRATED: {"attention": {"full_layers": f"last:{full_count(request, source)}"}},
         SPARSE: {
@@ -192,6 +189,7 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
             "run_dir": str(output / "runs" / "sparse"),
             **begin,
             "attention": {"default": request.kind, request.kind: own},
+            **learns,
             "stages": sparse_stages,
         },
         FULL: {
@@ -219,7 +217,7 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     return {name: f"# {_COMMENTS[name]}\n{_dumped(values)}" for name, values in contents.items()}
 
 
-_OVERRIDDEN = {"attention.": SPARSE, "stages.": SPARSE, "evaluation.": EVALUATION}
+_OVERRIDDEN = {"attention.": SPARSE, "stages.": SPARSE, "optim.lr_factors": SPARSE, "evaluation.": EVALUATION}
 _SET_HERE = {
     "name": "this command names its runs",
     "run_dir": "runs lie in --output",
@@ -233,7 +231,7 @@ _COMMENTS = {
     EVALUATION: "Sections of the evaluations that `moba-train eval` is called with; no recipe of its own.",
     EXTEND: "The model learns the length, with full attention, before the arms part.",
     CALIBRATED: "Layers that stay full. A guess until the calibration has measured.",
-    SPARSE: "The sparse arm: the scorer, if there is one, learns full attention's map; then all learns.",
+    SPARSE: "The sparse arm: with full attention, from which a scorer learns, then with what the scorer selects.",
     FULL: "The comparison: full attention on the same data and tokens, from the same weights.",
     EQUAL_SECONDS: "Full attention for as long as the sparse arm trains: its tokens are set when that has trained.",
 }
@@ -242,6 +240,28 @@ _COMMENTS = {
 def warms_up(kind: str) -> bool:
     """True if the kind has a scorer that learns full attention's map before it selects."""
     return "mode" in ATTENTION_KINDS[kind].Options.model_fields
+
+
+def in_full(kind: str) -> dict[str, Any]:
+    """Section `attention` of a stage with full attention, from which the kind's scorer learns, also in by_group."""
+    return {kind: {"mode": "warmup"}, "by_group": {"mode": "warmup"}}
+
+
+def scorer_rate(kind: str) -> dict[str, float]:
+    """`optim.lr_factors` of the kind's scorer, also in layers of kind by_group."""
+    return {f"*.attention.*{kind}.*": _SCORER_RATE}
+
+
+def selects(kind: str, size: int, topk: int) -> dict[str, Any]:
+    """Options of the kind that selects."""
+    options: dict[str, Any] = {"block_size": size, "topk": topk}
+    if kind == "moba":
+        options |= {"select": "group", "always": forced(topk)}
+    if warms_up(kind):
+        options["kl_weight"] = _KL_WEIGHT
+    if "index_keys" in ATTENTION_KINDS[kind].Options.model_fields:
+        options["index_keys"] = "group"
+    return options
 
 
 def forced(topk: int) -> list[str]:
@@ -303,7 +323,7 @@ def _base(request: Request, source: Source, output: Path, batch: int) -> dict[st
             "validation": [{"path": path} for path in request.validation],
         },
         "batch_tokens": batch,
-        "optim": {"lr": request.lr, "schedule": {"kind": "cosine", "warmup_tokens": request.tokens // 50}},
+        "optim": {"lr": request.lr, "schedule": {"kind": "cosine", "warmup_tokens": request.tokens // 16}},
         "checkpoint": {"every": 16},
         "evaluation": {"every": 64, "sequences": 8},
     }
@@ -317,8 +337,9 @@ def _evaluation(request: Request, source: Source, size: int, topk: int) -> dict[
     asked = {"lengths": sorted({length // 2, length}), "samples": 4}
     few = asked | {"samples": 1, "depths": [10, 50, 90]}  # the ideal selection takes seconds a sequence
     probe = few | {"lengths": [length], "by": "needle", "groups": False}
-    if warms_up(request.kind):  # the ideal selection, a slow one, stands for it
-        stands_for = {"kind": request.kind, "options": {"block_size": size, "topk": topk, **_LEARNS}}
+    if warms_up(request.kind):  # the ideal selection, a slow one, stands for it, with which no layer loses anything
+        probe["by"] = "copy"
+        stands_for = {"kind": request.kind, "options": selects(request.kind, size, topk)}
         probe |= {"switch": ["sparse"], "stands_for": stands_for}
     bucket = length // _BUCKETS
     return {

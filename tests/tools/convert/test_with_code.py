@@ -66,7 +66,7 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
     ],
     "qwen3": [
         {"kind": "moba", "block_size": 8, "topk": 5, "select": "group", "key_conv": 5},
-        {"kind": "msa", "block_size": 16, "topk": 4, "index_dim": 4},
+        {"kind": "msa", "block_size": 16, "topk": 4, "index_dim": 4, "index_keys": "group"},
         {"kind": "msa", "mode": "warmup", "block_size": 16},
     ],
     "entries": [

@@ -111,13 +111,16 @@ def test_the_sparse_arm_keeps_the_calibrated_layers_full_and_distils(made: Path)
     chosen = json.loads((made / "calibration" / "evaluation.json").read_text())["full_layers"]["chosen"]
     config = load_config(made / "runs" / "sparse-1" / "config.yaml")
     assert config.attention.full_layers == chosen
-    warmup, sparse = config.stages
-    assert warmup.trainable == ["*.attention.*msa.*"]
+    dense, sparse = config.stages
+    assert dense.trainable == sparse.trainable == "all"  # the model loses no tokens while the scorer learns
     assert sparse.objectives.keys() == {"distill"}
+    full = load_config(made / "runs" / "full-1" / "config.yaml")
+    assert config.optim == full.optim.model_copy(update={"lr_factors": {"*.attention.*msa.*": 10.0}})
+    assert {stage.lr for stage in (dense, sparse, *full.stages)} == {None}  # one schedule over both stages
     # One norm clips all gradients: the scorer's, of some nats in each layer, must not fill it.
     options = [layer.options.model_dump() for layer in resolve(config, WorldSize(1, 1)).stages[-1].attention]
-    weights = [one["kl_weight"] for one in options if "kl_weight" in one]
-    assert weights == [0.1] * (config.model.layers - len(chosen))
+    scorers = [(one["kl_weight"], one["index_keys"]) for one in options if "kl_weight" in one]
+    assert scorers == [(0.1, "group")] * (config.model.layers - len(chosen))
     assert config.model.rope.theta == load_config(made / "runs" / "extend" / "config.yaml").stages[0].rope.theta  # type: ignore[union-attr]
     assert "full attention's numbers" not in (made / "recipes" / "calibrated.yaml").read_text()
 
@@ -165,12 +168,12 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
     for name, text in recipes.recipes(request, Source.read(project / "hf"), tmp_path).items():
         (tmp_path / "recipes" / name).write_text(text)
     if group:
-        part = {"groups": [0], "kind": "msa", "options": {"block_size": 128, "topk": 32, "kl_weight": 0.1}}
+        part = {"groups": [0], "kind": "msa", "options": recipes.selects("msa", 128, 32)}
         fragment = {"full_layers": [], "overrides": {1: {"kind": "by_group", "parts": [part]}}}
         (tmp_path / "recipes" / recipes.CALIBRATED).write_text(yaml.safe_dump({"attention": fragment}))
     recipe = tmp_path / "recipes" / "sparse.yaml"
     arms = sparsify_ablations.arms_of(tmp_path)
-    assert len(arms) == 15
+    assert len(arms) == 16
     for name, overrides in arms.items():
         config = load_config(recipe, overrides)
         run = resolve(config, WorldSize(1, 1))

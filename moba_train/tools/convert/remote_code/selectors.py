@@ -39,7 +39,7 @@ from .cache import Kept, Texts, wide
 class Msa(Kind):
     """Kind `msa`."""
 
-    OPTIONS = frozenset({"mode", "block_size", "topk", "index_dim", "train_gate", "kl_weight"})
+    OPTIONS = frozenset({"mode", "block_size", "topk", "index_dim", "index_keys", "train_gate", "kl_weight"})
     takes_sink = False
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
@@ -53,7 +53,7 @@ class Msa(Kind):
 
     def key_heads(self, config: Any) -> int:
         """Index keys of a token."""
-        return 1
+        return int(config.num_key_value_heads) if self.options.get("index_keys") == "group" else 1
 
     def norm(self, config: Any) -> nn.Module:
         """Norm of index queries or keys, in models that normalise queries and keys."""
@@ -102,6 +102,8 @@ class Msa(Kind):
 class Qsa(Msa):
     """Kind `qsa`."""
 
+    OPTIONS = Msa.OPTIONS - {"index_keys"}
+
     def key_heads(self, config: Any) -> int:
         return int(config.num_key_value_heads)
 
@@ -116,7 +118,7 @@ class Qsa(Msa):
 class Indexer(Qsa):
     """Kind `indexer`."""
 
-    OPTIONS = Msa.OPTIONS | {"first_blocks", "local_blocks", "top_p", "index_heads", "coarse"}
+    OPTIONS = Qsa.OPTIONS | {"first_blocks", "local_blocks", "top_p", "index_heads", "coarse"}
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__(config, options, layer)
