@@ -110,6 +110,8 @@ def sparsify(
         return
     texts = recipes.recipes(request, source, output)
     evaluation = steps.begin(request, texts, output)
+    if kept := steps.kept_recipes(texts, output):
+        typer.echo(f"recipes that differ from those of this call, and stay as they are: {', '.join(kept)}")
     todo = [*steps.steps(request, source, output, evaluation)]
     steps.check(todo, gpus)
     steps.check_evaluations(output / "recipes" / recipes.SPARSE, evaluation)

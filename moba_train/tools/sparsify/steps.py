@@ -292,6 +292,12 @@ def begin(request: Request, texts: Mapping[str, str], output: Path) -> dict[str,
     return evaluation
 
 
+def kept_recipes(texts: Mapping[str, str], output: Path) -> list[str]:
+    """Names of the recipes in OUTPUT that were edited, or that a call on other GPUs or an earlier version wrote."""
+    measured = (recipes.CALIBRATED, recipes.EQUAL_SECONDS)
+    return [name for name in texts if name not in measured and (output / "recipes" / name).read_text() != texts[name]]
+
+
 def check(todo: Sequence[Step], gpus: int) -> None:
     """Raise UserError, before anything runs, for a recipe that cannot be trained on this number of ranks, and for files
     that the first one lacks; those of later ones may be made before."""

@@ -393,7 +393,7 @@ def test_an_arm_that_was_evaluated_before_full_attention_is_evaluated_again(tmp_
         assert [alone.done, compared.done] == done
 
 
-def test_a_call_that_was_refused_leaves_no_choice_behind(
+def test_a_call_that_was_refused_leaves_no_choice_behind_and_an_edited_recipe_is_named(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project)
@@ -402,9 +402,11 @@ def test_a_call_that_was_refused_leaves_no_choice_behind(
     code, output = call(output=tmp_path / "new")
     assert code == 2
     assert "the step 'extend' ended with status 9" in output
-    assert yaml.safe_load((tmp_path / "new" / "recipes" / "base.yaml").read_text())["data"]["train"] == [
-        {"path": "train"}
-    ]
+    assert "stay as they are" not in output
+    base = tmp_path / "new" / "recipes" / "base.yaml"
+    assert yaml.safe_load(base.read_text())["data"]["train"] == [{"path": "train"}]
+    base.write_text(base.read_text() + "# edited\n")
+    assert "stay as they are: base.yaml\n" in call(output=tmp_path / "new")[1]
 
 
 def test_a_model_that_no_export_can_hold_stays_a_checkpoint(tmp_path: Path) -> None:
