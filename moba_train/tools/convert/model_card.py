@@ -136,8 +136,8 @@ def _use(
     if with_code:
         yield (
             "Prompts are read with the attention above. New tokens attend to every token before them, except in layers "
-            'with windows or states; with `moba_decode="own"` they attend as their layer does. The code needs PyTorch and '
-            "transformers 5. "
+            'with windows or states; with `moba_decode="own"` they attend as their layer does. The code needs PyTorch '
+            "and transformers 5. "
             + (
                 "Without `trust_remote_code` transformers refuses the model."
                 if needs_code
