@@ -85,7 +85,7 @@ def test_without_a_gpu_nothing_is_judged_and_the_option_is_named(recipe: Path, m
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = plan(recipe, "--gpus", "8", "--no-data")
     assert done.exit_code == 0, done.output
-    assert "not compared with a GPU, as this machine has none: name one by --gpu" in done.output
+    assert "memory is compared with none; name one by --gpu" in done.output
 
 
 def test_the_local_gpu_is_the_default(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
