@@ -10,11 +10,12 @@ from moba_train.checkpoint.manifest import STEP_FOLDER
 from moba_train.checkpoint.publish import published
 from moba_train.errors import CheckpointError
 from moba_train.resolve.run import RunFolders
-from moba_train.tools.storage.fetch import fetch_newest, fetch_small_files
+from moba_train.tools.storage.fetch import fetch_newest
 from moba_train.tools.storage.remote import (
     Address,
     RemoteFolder,
     StorageError,
+    address_problem,
     complete_steps,
     local_copy,
     missing_package,
@@ -70,11 +71,10 @@ class ResumeFrom:
             return
         try:
             remote, steps = self._source()
-            step = fetch_newest(remote, remote.files(), steps, self._folders)
-            if remote.address.endswith("/checkpoints"):  # of a run folder, which has the metrics
-                home = RemoteFolder(remote.address.removesuffix("/checkpoints"))
-                fetch_small_files(home, home.files(), self._folders)
-        except CheckpointError as error:
+            home = remote.address.removesuffix("/checkpoints")  # of a run folder, which has the metrics
+            has_home = home != remote.address and address_problem(home) is None
+            step = fetch_newest([remote, RemoteFolder(home)] if has_home else [remote], steps, self._folders)
+        except (CheckpointError, OSError) as error:
             raise StorageError(f"checkpoint.resume_from: {error}") from None
         self._news = [(f"the checkpoint of step {step} was fetched from {remote.address}", True)]
 

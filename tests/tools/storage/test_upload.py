@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moba_train.checkpoint.manifest import verify_checkpoint
-from moba_train.checkpoint.retention import Marks
+from moba_train.checkpoint.retention import MARKS, Marks
 from moba_train.errors import UserError
 from moba_train.foreign_files import local_path
 from moba_train.resolve.run import RunFolders
@@ -135,6 +135,9 @@ def test_resume_from_takes_the_newest_that_is_not_in_doubt_or_the_one_that_is_na
         fetched(tmp_path / "c", f"file://{old}/checkpoints/step_00000300")
     with pytest.raises(UserError, match=r"checkpoint\.resume_from: .*/none: there is no complete checkpoint"):
         fetched(tmp_path / "d", f"file://{tmp_path}/none")
+    save(tmp_path / "other", 100)
+    assert fetched(tmp_path / "c", f"file://{tmp_path}/other") == [100]
+    assert not (tmp_path / "c" / "kept" / MARKS).exists(), "nothing came from the source that was of no use"
     save(tmp_path / "e", 50)
     assert fetched(tmp_path / "e", f"file://{tmp_path}/none") == [50], "a checkpoint of its own: nothing is read"
 
