@@ -28,12 +28,7 @@ INDEX_BYTES = 64 * MIB
 TOKENIZER_BYTES = 256 * MIB
 """Largest tokenizer file; the largest in use have about 35 MB."""
 
-_KINDS = (
-    (stat.S_ISLNK, "a link"),
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-)
+_KINDS = {stat.S_ISLNK: "a link", stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket"}
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH: a folder need not be readable
 
 

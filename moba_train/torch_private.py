@@ -148,8 +148,7 @@ def end_sums(group: Any, complete: bool) -> None:
         found = parameter.unsharded_param.grad if found is None else found
         parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
         if complete and found is not None:
-            local = parameter._get_grad_inner_tensor(found).to(parameter.orig_dtype)
-            found = parameter.to_sharded_dtensor(local)
+            found = parameter.to_sharded_dtensor(parameter._get_grad_inner_tensor(found).to(parameter.orig_dtype))
             before = parameter.sharded_param.grad
             parameter.sharded_param.grad = found if before is None else before + found
 

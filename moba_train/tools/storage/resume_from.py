@@ -24,7 +24,7 @@ from moba_train.tools.storage.remote import (
 
 class ResumeFromOptions(Address):
     """Checkpoint with which a run begins that has none yet, here or in `upload`: a folder step_..., or the newest of
-    another run's uploads or run folder."""
+    another run's uploads or run folder. With `every: null` nothing is fetched."""
 
 
 class ResumeFrom:
