@@ -26,6 +26,7 @@ SMALLER: dict[str, Any] = {
     "checkpoint.every": 2,
     "evaluation": {"every": 4, "sequences": 4},
     "telemetry.log_every": 1,
+    "telemetry.report": False,
 }
 
 

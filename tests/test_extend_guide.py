@@ -25,7 +25,7 @@ SMALLER: dict[str, Any] = {
     "optim.schedule.warmup_tokens": 0,
     "attention.moba": {"block_size": 32, "topk": 3},
     "evaluation": {"every": 2, "sequences": 2, "position_wise": {"bucket": 64, "sequences": 2}},
-    "telemetry.console": False,
+    "telemetry": {"console": False, "report": False},
 }
 for stage in range(2):
     SMALLER[f"stages.{stage}.seq_len"] = 512

@@ -29,6 +29,7 @@ SHORTENED = {
     "micro_batch_size: 2": "micro_batch_size: 1",
     "  sequences: 16": "  sequences: 4",
     "--sequences 16": "--sequences 4",
+    "  log_every: 5": "  log_every: 5\n  report: false",
 }
 
 

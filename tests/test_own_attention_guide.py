@@ -28,7 +28,7 @@ SMALLER = [
     "stages.0.tokens=4K",
     "optim.schedule.warmup_tokens=0",
     "evaluation={every: 4, sequences: 2}",
-    "telemetry={console: false, log_every: 1}",
+    "telemetry={console: false, report: false, log_every: 1}",
 ]
 
 

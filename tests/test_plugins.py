@@ -1,9 +1,8 @@
 """Members of another package: entry points alone make them known, and a recipe names them as it names ours."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -12,8 +11,11 @@ import pytest
 
 from moba_train.errors import UserError
 from moba_train.registry import ATTENTION_KINDS, EVALUATIONS, OPTIMIZERS, TELEMETRY_SINKS, TRANSPORTS, Registry
+from moba_train.train import main
 from tests.run.tiny_run import Run, checkpoint_tensors
+from tests.run.trainer_ranks import Ranks
 
+REGISTRIES = ATTENTION_KINDS, EVALUATIONS, OPTIMIZERS, TRANSPORTS, TELEMETRY_SINKS
 ENTRY_POINTS = """
 [moba_train.attention_kinds]
 scaled = guest.kind:ScaledKind
@@ -175,6 +177,14 @@ def guest(tmp_path: Path) -> Path:
     return root
 
 
+def train_with(site: str, recipe: str) -> int:
+    """`python -m moba_train.train`, in a process where what lies in `site` is installed."""
+    sys.path.insert(0, site)
+    for registry in REGISTRIES:
+        registry.__dict__.pop("_found", None)
+    return main([recipe])
+
+
 def test_a_package_brings_a_kind_an_evaluation_an_optimizer_a_sink_and_a_transport(run: Run, guest: Path) -> None:
     """Two ranks that share the sequences train two steps of a recipe that names them all."""
     run.recipe["attention"] = {"default": "scaled"}
@@ -183,12 +193,8 @@ def test_a_package_brings_a_kind_an_evaluation_an_optimizer_a_sink_and_a_transpo
     run.recipe["evaluation"] = {"every": 1, "at_start": True, "sequences": 2, "factors": {"layer": 1}}
     run.recipe["telemetry"] = {"console": False, "report": False, "lines": {"name": "lines.txt"}}
     run.recipe["parallel"] = {"cp": 2, "cp_transport": "borrowed"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *torchrun, "-m", "moba_train.train", str(run.write_recipe())]
-    ours = Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(guest), str(ours)]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with closing(Ranks()) as ranks:  # not those of other tests, which would have the package from then on
+        ranks.work(train_with, [str(guest), str(run.write_recipe())], 2)
     (chosen,) = run.records("parallel")
     assert "borrowed over 2 ranks" in chosen["message"]
     assert [record["step"] for record in run.records()] == [1, 2]
@@ -238,13 +244,12 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (root / "broken-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (root / "broken-1.0.dist-info/entry_points.txt").write_text(BROKEN)
     monkeypatch.syspath_prepend(root)
-    registries = ATTENTION_KINDS, EVALUATIONS, OPTIMIZERS, TRANSPORTS, TELEMETRY_SINKS
-    for registry in registries:
+    for registry in REGISTRIES:
         registry.__dict__.pop("_found", None)
         monkeypatch.setattr(registry, "_loaded", {})
         monkeypatch.setattr(registry, "_same_name", {})
     yield
-    for registry in registries:  # found again, without the package, when the next test asks
+    for registry in REGISTRIES:  # found again, without the package, when the next test asks
         registry.__dict__.pop("_found", None)
     for module in [name for name in sys.modules if name.partition(".")[0] == "broken"]:
         del sys.modules[module]

@@ -23,7 +23,6 @@ def serve(address: str) -> None:
     import moba_train.resolve.plan
     import moba_train.tools.cli
     import moba_train.tools.convert.hf  # what the commands import late
-    import moba_train.tools.report.page
     import moba_train.train
 
     def train() -> None:

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.stages import Stage
@@ -109,36 +110,31 @@ class _Step:
     flops_per_byte: float
 
 
+@dataclass
 class _Choice:
     """The search of `budget`, and the place of what is kept."""
 
-    def __init__(
-        self,
-        setup: ModelSetup,
-        policy: MemoryPolicy,
-        stage: Stage,
-        sizes: MeshSizes,
-        estimate: MemoryEstimate,
-        limit: float | None,
-        host_bytes: float | None,
-        transport: TransportMemory,
-    ) -> None:
-        self._model = setup.shape
-        self._offload = policy.offload
-        self._stage = stage
-        self._estimate = estimate
-        self._tokens = stage.micro_batch_size * stage.seq_len / (sizes.cp * sizes.tp)  # whose FLOPs a rank computes
-        self._limit = limit
-        self._host_bytes = host_bytes
-        self._transport = transport
-        self._weights = all_weights_stay(stage, sizes)
+    setup: ModelSetup
+    policy: MemoryPolicy
+    stage: Stage
+    sizes: MeshSizes
+    estimate: MemoryEstimate
+    limit: float | None
+    host_bytes: float | None
+    transport: TransportMemory
+
+    @cached_property
+    def _flops(self) -> list[dict[Kept, float]]:
+        """`kept_flops` of each layer: a search for the best layout asks for them a hundred thousand times."""
+        model, stage = self.setup.shape, self.stage
+        return [{kept: kept_flops(model, stage, layer, kept) for kept in Kept} for layer in range(model.layers)]
 
     def result(self, layers: tuple[LayerActivations, ...]) -> StageActivations:
-        memory = tuple(self._estimate.by_rank(layers, self._transport))
-        return StageActivations(layers, memory, self._estimate.host_bytes(layers))
+        memory = tuple(self.estimate.by_rank(layers, self.transport))
+        return StageActivations(layers, memory, self.estimate.host_bytes(layers))
 
     def fits(self, layers: Sequence[LayerActivations]) -> bool:
-        return self._limit is None or self._estimate.reserved(layers, self._transport) <= self._limit
+        return self.limit is None or self.estimate.reserved(layers, self.transport) <= self.limit
 
     def with_weights(self, layers: tuple[LayerActivations, ...]) -> tuple[LayerActivations, ...]:
         """The layers with the gathered weights of as many last ones as fit."""
@@ -152,15 +148,15 @@ class _Choice:
 
     def offloaded(self, layers: tuple[LayerActivations, ...]) -> tuple[LayerActivations, ...]:
         """The layers with their activations on the host, if the recipe says so. Raises ConfigError."""
-        if not self._offload:
+        if not self.policy.offload:
             return layers
         found = sent_to_host(layers)
-        needed = self._estimate.host_bytes(found)
-        if self._host_bytes is not None and needed > self._host_bytes:
+        needed = self.estimate.host_bytes(found)
+        if self.host_bytes is not None and needed > self.host_bytes:
             raise ConfigError(
                 [
-                    f"activation_offload: stage {self._stage.name} needs {needed / 2**30:.1f} GiB of host memory for "
-                    f"each GPU, but {self._host_bytes / 2**30:.1f} GiB are there (memory.host_gib); set "
+                    f"activation_offload: stage {self.stage.name} needs {needed / 2**30:.1f} GiB of host memory for "
+                    f"each GPU, but {self.host_bytes / 2**30:.1f} GiB are there (memory.host_gib); set "
                     "activation_checkpointing: budget, which sends as much as fits, or raise parallel.cp"
                 ]
             )
@@ -168,13 +164,15 @@ class _Choice:
 
     def most(self) -> tuple[LayerActivations, ...]:
         """Activations that `budget` keeps where the GPU does not hold everything."""
-        steps = [*_dearest_first(self._to_attention()), *_dearest_first(self._beyond_attention())]
+        layers = range(self.setup.shape.layers)
+        to_attention = [self._step(layer, Kept.INPUT, Kept.ATTENTION, on_host=False) for layer in layers]
+        steps = [*_dearest_first(to_attention), *_dearest_first(self._beyond_attention())]
         # Memory grows with every step that is taken, so a bisection finds the last one that fits.
         taken = bisect_left(range(1, len(steps) + 1), True, key=lambda count: not self.fits(self._after(steps[:count])))
         return self._after(steps[:taken])
 
     def _after(self, steps: Sequence[_Step]) -> tuple[LayerActivations, ...]:
-        kept = [Kept.INPUT] * self._model.layers
+        kept = [Kept.INPUT] * self.setup.shape.layers
         for step in steps:
             kept[step.layer] = step.kept
         return self._placed(kept)
@@ -182,26 +180,21 @@ class _Choice:
     def _placed(self, kept: Sequence[Kept]) -> tuple[LayerActivations, ...]:
         """The first layers on the host, as far as it has room, if they keep no more than attention's result."""
         layers = []
-        room = self._host_bytes if self._host_bytes is not None else float("inf")
+        room = self.host_bytes if self.host_bytes is not None else float("inf")
         for index, level in enumerate(kept):
+            size = self.estimate.kept_bytes(index, level)
             # Not the last layer's, which the backward pass takes first: they would be back at once.
-            on_host = self._offload and level <= Kept.ATTENTION and index < len(kept) - 1
-            size = self._estimate.kept_bytes(index, level)
-            on_host = on_host and size <= room
+            on_host = self.policy.offload and level <= Kept.ATTENTION and index < len(kept) - 1 and size <= room
             room -= size if on_host else 0
-            layers.append(LayerActivations(level, on_host, self._weights))
+            layers.append(LayerActivations(level, on_host, all_weights_stay(self.stage, self.sizes)))
         return tuple(layers)
-
-    def _to_attention(self) -> Iterator[_Step]:
-        for layer in range(self._model.layers):
-            yield self._step(layer, Kept.INPUT, Kept.ATTENTION, on_host=False)
 
     def _beyond_attention(self) -> Iterator[_Step]:
         """Each layer's further steps, always to where the FLOPs spared for a byte are most."""
-        for layer in range(self._model.layers):
+        for layer in range(self.setup.shape.layers):
             kept = Kept.ATTENTION
             while kept < Kept.ALL:
-                on_host = self._offload and kept is Kept.ATTENTION
+                on_host = self.policy.offload and kept is Kept.ATTENTION
                 further = [self._step(layer, kept, level, on_host) for level in Kept if level > kept]
                 best = max(further, key=lambda step: step.flops_per_byte)
                 yield best
@@ -209,10 +202,10 @@ class _Choice:
 
     def _step(self, layer: int, before: Kept, after: Kept, on_host: bool) -> _Step:
         """on_host: what was kept before took no memory of the GPU."""
-        added = self._estimate.kept_bytes(layer, after)
-        added -= 0 if on_host else self._estimate.kept_bytes(layer, before)
-        flops = [kept_flops(self._model, self._stage, layer, kept) for kept in (before, after)]
-        return _Step(layer, after, round((flops[1] - flops[0]) * self._tokens / max(added, 1), 3))
+        added = self.estimate.kept_bytes(layer, after) - (0 if on_host else self.estimate.kept_bytes(layer, before))
+        tokens = self.stage.micro_batch_size * self.stage.seq_len / (self.sizes.cp * self.sizes.tp)  # of a rank
+        flops = (self._flops[layer][after] - self._flops[layer][before]) * tokens
+        return _Step(layer, after, round(flops / max(added, 1), 3))
 
 
 def _dearest_first(steps: Iterable[_Step]) -> list[_Step]:

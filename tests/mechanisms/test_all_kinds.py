@@ -73,7 +73,7 @@ def mixed(folder: Path, corpora: Path) -> Run:
         ],
     }
     run.recipe["optim"]["schedule"] = {"warmup_tokens": 0}
-    del run.recipe["data"]["validation"]
+    run.use_even_documents()
     del run.recipe["evaluation"]
     return run
 

@@ -117,8 +117,10 @@ def test_compiled_blocks_count_each_token_once(ep: int, run: Run, corpora: Path,
     short = {"precision": {"compute": "bf16"}, "stages": run.recipe["stages"][:1]}  # tracing takes seconds
     plain = with_experts(Run(run.folder / "plain", corpora), {}, **short)
     plain.folder.mkdir()
+    plain.use_even_documents()
     assert plain.train_here() == 0
     with_experts(run, {"ep": ep}, compile=True, activation_checkpointing="full", **short)
+    run.use_even_documents()
     ranks.work(train_traced, [str(run.write_recipe())], ep)
     for key, values in curves(plain).items():
         assert curves(run)[key] == pytest.approx(values, rel=0.05), key

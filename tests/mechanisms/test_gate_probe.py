@@ -222,6 +222,7 @@ def config(tmp_path: Path) -> RunConfig:
         "batch_tokens": 128,
         "stages": [{"name": "only", "seq_len": 128, "tokens": 256}],
         "evaluation": {"gate_probe": {"queries": 40, "sequences": 3}},
+        "telemetry": {"report": False, "wandb": {"mode": "disabled"}},
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
@@ -248,7 +249,7 @@ def test_it_probes_the_sparse_layers_and_leaves_the_model_as_it_was(config: RunC
 
 def test_training_is_bitwise_what_it_is_without(config: RunConfig, tmp_path: Path) -> None:
     def losses(name: str, *overrides: str) -> list[float]:
-        arguments = [str(tmp_path / "recipe.yaml"), f"run_dir={tmp_path / name}", "telemetry.wandb.mode=disabled"]
+        arguments = [str(tmp_path / "recipe.yaml"), f"run_dir={tmp_path / name}"]
         assert main([*arguments, "stages.0.tokens=512", "evaluation.every=1", *overrides]) == 0
         records = read_records(tmp_path / name / "metrics.jsonl")
         probed = [record for record in records if record["type"] == "gate_probe"]

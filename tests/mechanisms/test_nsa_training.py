@@ -42,7 +42,9 @@ def test_a_run_resumes_bitwise_and_is_not_exported(tmp_path: Path, corpora: Path
 def test_a_compiled_layer_shares_its_sequences(tmp_path: Path, corpora: Path, ranks: Ranks) -> None:
     alone, shared = (nsa_run(tmp_path / name, corpora) for name in ("alone", "shared"))
     for run in (alone, shared):
-        run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": 3 * 512, "evaluate": False}]
+        run.recipe["model"]["layers"] = 1
+        run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": 3 * 512}]
+        run.use_even_documents()
     ranks.train(alone, 1)
     shared.recipe |= {"compile": True, "activation_checkpointing": "full", "parallel": {"cp": 2}}
     ranks.work(train_traced, [str(shared.write_recipe())], 2)

@@ -31,7 +31,7 @@ from tests.resolve.refusals import assert_refused
 from tests.resolved import shard_of, sharded_of, stages_of
 from tests.run.faults import inject, scaled_gradient, steady
 from tests.run.tiny_run import Run
-from tests.run.trainer_ranks import Ranks
+from tests.run.trainer_ranks import Ranks, train_traced
 from tests.small_recipe import Load
 
 LENGTHS = [50, 30, 48]
@@ -165,20 +165,17 @@ def test_the_bound_is_above_the_largest_logit_by_no_more_than_the_keys_allow() -
     assert (largest.over_ranks() == -math.inf).all(), "evaluations note nothing"
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [{}, pytest.param({"compile": True, "activation_checkpointing": "full"}, marks=pytest.mark.slow)],
-    ids=["", "compiled"],
-)
+@pytest.mark.parametrize("keys", [{}, {"compile": True, "activation_checkpointing": "full"}], ids=["", "compiled"])
 def test_a_run_with_muon_brings_its_logits_down_to_the_threshold(run: Run, keys: dict[str, Any]) -> None:
     """Each batch has a largest logit of its own, so a little more than the threshold is left in the next."""
     run.recipe["model"]["init_std"] = 0.5
     run.recipe["optim"] = {"kind": "muon", "lr": 1e-3, "muon": {"qk_clip": 12.0}}
     run.recipe["stages"] = run.recipe["stages"][:1]
     run.recipe |= keys
-    assert run.train_here() == 0
+    run.use_even_documents()
+    assert train_traced(str(run.write_recipe())) == 0
     found = [record["max_lse"] for record in run.records()]
-    assert found[0] == pytest.approx(49.69997, rel=1e-4)
+    assert found[0] == pytest.approx(52.84106, rel=1e-4)
     assert max(found[1:]) < 17
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.parallel import CPLayout
 from moba_train.data.batch import collate
 from moba_train.data.samples import Sample
@@ -138,11 +137,8 @@ def test_a_run_goes_on_with_another_cp_and_bitwise_with_the_same(tmp_path: Path,
 
 
 def test_compiled_recomputed_accumulated_and_shared(run: Run, ranks: Ranks) -> None:
-    """The stage that has both kinds of layers, and one document: other numbers of them would be compiled as well, as
-    would the passes without gradients over validation data."""
-    with IndexedDatasetWriter(run.folder / "long", np.uint16) as writer:
-        writer.add_document(np.random.default_rng(0).integers(VOCAB, size=4000).astype(np.uint16))
-    run.recipe["data"] = {"train": [{"path": str(run.folder / "long")}]}
+    """The stage that has both kinds of layers."""
+    run.use_even_documents()
     run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": 3 * 512}]
     ranks.train(run, 1)
     alone = run.losses()

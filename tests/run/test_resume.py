@@ -103,6 +103,9 @@ def assert_equal_uncompiled(run: Run, ranks: Ranks, train: Callable[..., int]) -
 def test_blocks_are_compiled_once_a_kind(run: Run, ranks: Ranks) -> None:
     """More blocks than torch compiles the same code for, of both kinds in one stage, with gradients and without."""
     run.recipe["model"]["layers"] = 10
+    run.use_even_documents()
+    run.recipe["data"]["validation"] = run.recipe["data"]["train"]
+    run.recipe["evaluation"]["sequences"] = 4  # two micro-batches
     assert_equal_uncompiled(run, ranks, train_within_the_recompile_limit)
 
 
@@ -113,7 +116,7 @@ def test_compiled_blocks_do_not_change_the_loss(run: Run, ranks: Ranks) -> None:
     block, without the validation's pass. Attention is an operator, the same code in all kinds."""
     run.recipe["model"]["layers"] = 1
     run.recipe["attention"]["full_layers"] = "none"
-    del run.recipe["data"]["validation"]
+    run.use_even_documents()
     assert_equal_uncompiled(run, ranks, run_training)
 
 

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
@@ -39,6 +35,9 @@ SMALL: dict[str, Any] = {
 
 def assert_read_as_transformers_reads_it(folder: Path, config: dict[str, Any], refused: bool = False) -> None:
     """`refused`: transformers may refuse it; then we may, or read it in another way."""
+    # Late: every process that collects tests would take a second for these.
+    from transformers import AutoConfig
+
     (folder / "config.json").write_text(json.dumps(config))
     try:
         theirs = AutoConfig.from_pretrained(folder)
@@ -57,6 +56,10 @@ def assert_read_as_transformers_reads_it(folder: Path, config: dict[str, Any], r
 
 def assert_turns_as_in_transformers(ours: ModelConfig, theirs: Any) -> None:
     """Layer by layer. Some families have an embedding for each of their types of layers."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
+
     by_type = theirs.rope_parameters
     types = theirs.layer_types if "full_attention" in by_type else [None] * ours.layers
     for layer, (rope, name) in enumerate(zip(ours.rope.by_layer(ours.layers), types, strict=True)):
@@ -71,6 +74,8 @@ def assert_turns_as_in_transformers(ours: ModelConfig, theirs: Any) -> None:
 
 @pytest.mark.parametrize("model_type", PUBLISHED)
 def test_each_default_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
     assert_read_as_transformers_reads_it(tmp_path, {"model_type": model_type})
     config = SMALL | {"model_type": model_type}
     if model_type == "phi3":  # which takes yarn for longrope

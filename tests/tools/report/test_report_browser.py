@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import report_pictures
 from moba_train.tools.report.page import write_report
-
-selenium = pytest.importorskip("selenium", reason="needs selenium (pip install -e '.[dev]')")
-from selenium import webdriver  # noqa: E402
-from selenium.webdriver.support.ui import Select  # noqa: E402
-
-from benchmarks import report_pictures  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -29,6 +24,9 @@ Driver = Any
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Driver]:
+    pytest.importorskip("selenium", reason="needs selenium (pip install -e '.[dev]')")
+    from selenium import webdriver
+
     options = webdriver.ChromeOptions()
     options.binary_location = str(CHROMIUM)
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
@@ -126,6 +124,8 @@ def test_a_run_in_both_widths_and_themes(browser: Driver, recorded: Path) -> Non
     wait(browser, "document.querySelector('#chart-lr .main-svg').getBoundingClientRect().width < 400")
     assert {chart["ink"] for chart in check_charts(browser)} == dark
     check_page(browser)
+
+    from selenium.webdriver.support.ui import Select
 
     Select(browser.find_element("id", "progress-axis")).select_by_value("step")
     wait(browser, "document.getElementById('chart-loss').data[0].x.at(-1) === 150")

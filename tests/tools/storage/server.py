@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from urllib.request import Request, urlopen
 
-import boto3
-from moto.server import ThreadedMotoServer
-
 BUCKET = "bucket"
 FULL = (
     b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
@@ -84,6 +81,9 @@ class Line:
 def s3_server() -> Iterator[Line]:
     """A server with an empty bucket, to which the environment leads, by way of a line."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else it prints every request
+    import boto3  # late: every process that collects tests would import them
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     line = Line(server.get_host_and_port())
