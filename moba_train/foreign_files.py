@@ -121,7 +121,7 @@ def _open_below(real: Path, roots: Sequence[Path], flags: int) -> int:
 
 def _check(path: Path, status: os.stat_result, limit: int | None) -> None:
     if not stat.S_ISREG(status.st_mode):
-        kind = next((name for test, name in _KINDS if test(status.st_mode)), "a device")
+        kind = next((name for test, name in _KINDS.items() if test(status.st_mode)), "a device")
         raise ForeignFileError(f"{path}: is {kind}; allowed: a regular file")
     if limit is not None and status.st_size > limit:
         raise ForeignFileError(f"{path}: has {status.st_size:,} bytes; allowed: {limit:,}")
