@@ -46,7 +46,7 @@ def test_an_address_that_is_none_is_refused_without_its_secrets(load: Load, addr
     assert problem in text
     assert "hidden-word" not in text
     if "credentials" in problem:
-        with pytest.raises(ConfigError, match="init_from: has a `@`, .*; credentials have no place in") as refused:
+        with pytest.raises(ConfigError, match=r"init_from: has a `@`, .*; credentials have no place in") as refused:
             load(f"init_from={address}")
         assert "hidden-word" not in str(refused.value)
     with pytest.raises(UserError) as told:
