@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from moba_train.checkpoint.retention import MARKS, Marks
 from moba_train.errors import UserError
 from moba_train.foreign_files import local_path
 from moba_train.resolve.run import RunFolders
-from moba_train.tools.storage import upload
+from moba_train.tools.storage import resume_from, upload
 from moba_train.tools.storage.fetch import METRICS
 from moba_train.tools.storage.remote import RemoteFolder, StorageError, complete_steps
 from moba_train.tools.storage.resume_from import ResumeFrom, ResumeFromOptions
@@ -140,6 +141,17 @@ def test_resume_from_takes_the_newest_that_is_not_in_doubt_or_the_one_that_is_na
     assert not (tmp_path / "c" / "kept" / MARKS).exists(), "nothing came from the source that was of no use"
     save(tmp_path / "e", 50)
     assert fetched(tmp_path / "e", f"file://{tmp_path}/none") == [50], "a checkpoint of its own: nothing is read"
+
+
+def test_a_store_that_hangs_keeps_no_process_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(resume_from, "complete_steps", lambda _files: {} if answers.wait(60) else None)
+    source = ResumeFrom.open(ResumeFromOptions(address=f"file://{tmp_path}"), folders(tmp_path))
+    assert not source.is_idle(0.01)
+    assert [one.daemon for one in threading.enumerate() if one.name.startswith("resume-from")] == [True]
+    answers.set()
+    with pytest.raises(UserError, match="there is no complete checkpoint"):
+        source.is_idle(60)
 
 
 def test_two_ranks_upload_once_and_resume_on_one(run: Run, tmp_path: Path, line: Line) -> None:
