@@ -5,8 +5,8 @@
     model = AutoModelForCausalLM.from_pretrained(FOLDER, attn_implementation="moba")
 
 FOLDER is what `moba-train convert moba-to-hf` wrote: its config.json says under `moba` how each layer attends. Prompts
-are read with each layer's own attention, and new tokens attend to all keys, as in the MoBA paper (`decode="full"`), or
-with the layer's own attention (`decode="own"`).
+are read with each layer's own attention. New tokens attend to all keys, as in the MoBA paper (`decode="full"`), except
+in layers with windows, or with the layer's own attention (`decode="own"`).
 """
 
 from typing import Any

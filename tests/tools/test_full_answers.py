@@ -11,11 +11,12 @@ from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.layout import packed_layout
 from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError
-from moba_train.mechanisms.window import WindowKind
 from moba_train.model.block import Block
-from moba_train.model.build import build_attention, initialize_weights
+from moba_train.model.build import build_attention, build_model, initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
+from moba_train.model.spec import model_spec
 from moba_train.model.transformer import Transformer
+from moba_train.tools.inference.generate import generate
 from moba_train.tools.needle.full_answers import full_from
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.ruler.ruler import Ruler, RulerConfig
@@ -97,19 +98,25 @@ def test_with_all_blocks_selected_it_is_full_attention(texts: Path) -> None:
     assert maps["moba, answers with full"]["generated"] == maps["full"]["generated"]
 
 
-def test_learned_sinks_and_windows_stay(texts: Path) -> None:
-    """They are parts of the model; a selection of all blocks is full attention with the sink."""
-    config, _ = made(texts, topk=LENGTH // 16)
-    model = Transformer(config.model.model_copy(update={"sink_layers": "all"})).double()
+def test_learned_sinks_windows_and_convolved_keys_stay(texts: Path) -> None:
+    """They are parts of the model; a selection of all blocks is full attention with the sink, to convolved keys."""
+    moba = {"block_size": 16, "topk": LENGTH // 16, "key_conv": 3, "backend": "reference"}
+    window = {"kind": "window", "window": 32}
+    config = recipe(texts, LENGTH, {}, attention={"full_layers": "last:1", "moba": moba, "overrides": {0: window}})
+    (stage,) = stages_of(config)
+    shape = config.model.model_copy(update={"sink_layers": "all"})
+    model = build_model(model_spec(shape, [stage.attention])).double()
     initialize_weights(model, seed=0)
     for name, parameter in model.named_parameters():
-        parameter.data += 2.0 * name.endswith("sink.weight")
-    (stage,) = stages_of(config)
-    kinds = build_attention(stage.attention, config.model.head_width)
-    model.set_attention([WindowKind(WindowKind.Options(window=32), config.model.head_width), *kinds[1:]])
+        parameter.data += 2.0 * name.endswith(("sink.weight", "moba.weight"))
+    set_attention(config, model)
     own = hidden(model)
+    prompt = torch.arange(2, 202).tolist()
+    expected = [*generate(model, prompt, 8, temperature=0, decode="full")]
     with full_from(model, FIRST):
         assert torch.allclose(hidden(model), own, atol=1e-10)
+    with full_from(model, 100):
+        assert [*generate(model, prompt, 8, temperature=0, decode="full")] == expected
 
 
 @pytest.mark.parametrize("name", ["needle", "ruler"])

@@ -25,6 +25,9 @@ from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.files import INDEX, SINGLE
 from moba_train.tools.hf.rope import ROPE_KEYS
 
+_BACKENDS_OF_PARTS: dict[str, Any] = {"parts": {"__all__": {"options": {"backend"}}}}
+"""Options of `by_group` that say how its parts are computed."""
+
 
 def hf_rope(rope: LayerRope) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of a `config.json`. With yarn, transformers before 5 also goes by `hf_length`."""
@@ -145,12 +148,13 @@ def read_layers(folder: Path) -> dict[str, Any]:
 
 def layer_entry(kind: AttentionKind) -> dict[str, Any]:
     """A layer's entry in an exported config.json, as JSON values: what decides which keys it attends to."""
-    return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude=set(kind.facts.not_exported))}
+    left_out = dict.fromkeys(kind.facts.not_exported, True)
+    return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude=left_out | _BACKENDS_OF_PARTS)}
 
 
 def full_entry(kind: AttentionKind) -> dict[str, Any]:
     """`layer_entry` with the options that give the kind parameters: of an export that has these."""
-    return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude={"backend"})}
+    return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude={"backend": True} | _BACKENDS_OF_PARTS)}
 
 
 def published_entry(kind: AttentionKind) -> dict[str, Any]:

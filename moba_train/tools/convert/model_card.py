@@ -135,8 +135,9 @@ def _use(
     yield "```\n"
     if with_code:
         yield (
-            "Prompts are read with the attention above, and new tokens attend to every token before them; with "
-            '`moba_decode="own"` they attend as their layer does. The code needs PyTorch and transformers 5. '
+            "Prompts are read with the attention above. New tokens attend to every token before them, except in layers "
+            'with windows or states; with `moba_decode="own"` they attend as their layer does. The code needs PyTorch '
+            "and transformers 5. "
             + (
                 "Without `trust_remote_code` transformers refuses the model."
                 if needs_code
@@ -152,10 +153,10 @@ def _use(
         )
     else:
         names = sorted({entry.get("kind", "full") for entry in elsewhere})
+        inside = ", also inside transformers" if all(len(kind.attentions) == 1 for kind in kinds) else ""
         yield (
             f"This is an ordinary model, which any program runs with {' and '.join(names)} attention in "
-            f"{'all' if len(names) == 1 else 'its'} layers. moba_train runs it with the attention above, also inside "
-            "transformers."
+            f"{'all' if len(names) == 1 else 'its'} layers. moba_train runs it with the attention above{inside}."
         )
 
 

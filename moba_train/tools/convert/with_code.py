@@ -75,7 +75,7 @@ def code_problems(kinds: Sequence[AttentionKind], ropes: Sequence[LayerRope]) ->
                 yield f"kind {name!r} is not one of {', '.join(LAYERS)}, which the code of --with-code can run"
                 continue
             given = {option for option, value in one.items() if value is not None}
-            for option in sorted(given - {"kind", "backend"} - LAYERS[name]):
+            for option in sorted(given - {"kind"} - LAYERS[name]):
                 yield f"option {option!r} of kind {name!r} is unknown to the code of --with-code"
 
 

@@ -77,7 +77,8 @@ class MiniMaxM3(Family):
             if config[key] != wanted:
                 raise CheckpointError(f"{key} is {given(config[key])}, allowed: {wanted}, as {needed}")
         sizes = {"block_size": config["index_block_size"], "topk": config["index_topk_blocks"]}
-        sparse = {"kind": "msa", "mode": "sparse", **sizes, "index_dim": config["index_head_dim"]}
+        index = {"index_dim": config["index_head_dim"], "index_keys": "shared"}
+        sparse = {"kind": "msa", "mode": "sparse", **sizes, **index}
         return [sparse if name == _SPARSE else {} for name in found]
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,10 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
+from moba_train.attention.engine import Engine
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, TwoSublayers
-from moba_train.attention.shard import padded
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import LocalAttention
+from moba_train.attention.shard import Shard, padded
 from moba_train.config.model import ModelConfig
 from moba_train.errors import UserError
 from moba_train.evals.evaluation import EvaluationContext, EvaluationSetting
@@ -25,6 +28,25 @@ _KEPT = (FullKind, WindowKind)
 """Kinds that answer as they are: models with windows are other models without them."""
 Answered = Callable[[Tensor], Tensor]
 """Bool [n] of tokens of the packed sequence, int64 [n]: True for those of question and answer."""
+
+
+class _KeepsKeys(Engine):
+    """A layer's engine that keeps the keys of its last call: a kind may change them before it attends (`key_conv`)."""
+
+    k_LKd: Tensor | None = None
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.observers = engine.observers
+
+    def __call__(
+        self, q_LHd: Tensor, k_LKd: Tensor, v_LKd: Tensor, attention: LocalAttention, layout: Layout, *sink: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.k_LKd = k_LKd
+        return self._engine(q_LHd, k_LKd, v_LKd, attention, layout, *sink)
+
+    def shard(self, layout: Layout) -> Shard:
+        return self._engine.shard(layout)
 
 
 class FullForSome(AttentionKind):
@@ -42,9 +64,10 @@ class FullForSome(AttentionKind):
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """[L, H, d], and the auxiliary loss of `own`."""
-        own_LHd, auxiliary_L = self._own.mix(layer, parameters)
+        engine = _KeepsKeys(layer.engine)
+        own_LHd, auxiliary_L = self._own.mix(layer._replace(engine=engine), parameters)
         q_LHd = layer.rotate(layer.q_THd)
-        k_LKd = layer.rotate(layer.k_TKd)
+        k_LKd = layer.rotate(layer.k_TKd) if engine.k_LKd is None else engine.k_LKd
         full_LHd, _ = layer.engine(q_LHd, k_LKd, layer.v_TKd, self._full, layer.layout, *layer.sink)
         answered_n = self._answered(layer.engine.shard(layer.layout).layout.q_tokens)
         answered_L11 = padded(answered_n, len(own_LHd))[:, None, None]

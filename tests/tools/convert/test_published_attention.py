@@ -105,6 +105,7 @@ def test_logits_are_those_of_minicpms_published_code(tmp_path: Path, layer: dict
             "layer 2: topk is 4; minimax_m3_vl_text has 3",
         ),
         (M3, [MSA | {"index_dim": 4}] * 3, MINIMAX, "index_head_dim is 4, allowed: 8"),
+        (M3, [MSA | {"index_keys": "group"}] * 3, MINIMAX, "index_keys is 'group'; minimax_m3_vl_text has 'shared'"),
         (
             M3,
             [{"kind": "moba", "block_size": 16, "topk": 3}] * 3,

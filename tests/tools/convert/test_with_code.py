@@ -421,7 +421,9 @@ def test_the_class_is_that_of_the_config(exported: Exported) -> None:
 
 def test_only_what_needs_the_code_is_refused_without_trust(exported: Exported) -> None:
     """Programs that go by the architecture refuse it, and so does transformers: it would run another function."""
-    config = json.loads((exported.folder / "config.json").read_text())
+    text = (exported.folder / "config.json").read_text()
+    assert "backend" not in text
+    config = json.loads(text)
     needed = any(layer.get("key_conv") or layer["kind"] in PARAMETRIC for layer in config["moba"]["layers"])
     if exported.name == "llama3":
         assert not needed
@@ -504,6 +506,18 @@ def test_longrope_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_groups_without_parameters_go_out_without_code(tmp_path: Path) -> None:
+    """Not for attention inside of transformers, and without what says how a part is computed."""
+    parts = [{"groups": [0], "kind": "moba", "options": BLOCKS | {"backend": "reference"}}]
+    save_run(tmp_path, "qwen2", [{"kind": "by_group", "parts": parts}])
+    export_to_hf(open_checkpoint(tmp_path / "run"), tmp_path / "out", torch.float32, shard_bytes=2**30)
+    assert "backend" not in (tmp_path / "out" / "config.json").read_text()
+    assert "with the attention above.\n" in (tmp_path / "out" / "README.md").read_text()
+    import_from_hf(tmp_path / "out", tmp_path / "again")
+    models = [load_trained(open_checkpoint(tmp_path / name), torch.device("cpu")) for name in ("run", "again")]
+    assert torch.equal(*(logits(model, PROMPTS[0]) for model in models))
+
+
 def test_without_code_there_is_a_card_and_no_code(tmp_path: Path) -> None:
     save_run(tmp_path, "qwen2", [{"kind": "moba", "block_size": 16, "topk": 3}])
     saved = open_checkpoint(tmp_path / "run")
@@ -517,5 +531,6 @@ def test_without_code_there_is_a_card_and_no_code(tmp_path: Path) -> None:
     assert "| step_2.json | moba | validation_loss | 2.5 |" in card
     assert "other.json" not in card
     assert "trust_remote_code" not in card
-    assert "which any program runs with full attention in all layers. moba_train runs it" in card
+    assert "any program runs with full attention in all layers. moba_train runs it with the attention above" in card
+    assert "also inside transformers" in card
     assert not any((tmp_path / "out" / name).exists() for name in DESCRIPTIONS)

@@ -39,10 +39,10 @@ class ByGroup(Kind):
             smaller = copy.copy(config)
             smaller.num_key_value_heads = len(groups)
             smaller.num_attention_heads = len(groups) * (config.num_attention_heads // self.kv_heads)
-            own = {key: value for key, value in given[name].items() if key != "backend"}
+            own = given[name] | {"kind": name}
             if options.get("mode") is not None and "mode" in KINDS[name].OPTIONS:
                 own["mode"] = options["mode"]
-            self.add_module(name, KINDS[name](smaller, own | {"kind": name}, layer))
+            self.add_module(name, KINDS[name](smaller, own, layer))
         self.in_parts = all(KINDS[name].in_parts for name in self.groups)
 
     def of_part(self, x_BHTd: Tensor, name: str) -> Tensor:
