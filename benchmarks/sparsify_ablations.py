@@ -22,8 +22,6 @@ from moba_train.tools.sparsify.page import scores_of
 from moba_train.tools.sparsify.places import places
 from moba_train.tools.sparsify.steps import Step
 
-FORCED = ["first", "previous", "current"]
-
 
 def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, Any]]) -> dict[str, list[str]]:
     """Overrides of the recipe sparse.yaml, by the arm's name. count: layers that stay full; layers: its
@@ -52,12 +50,7 @@ def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, An
         return [*(f"attention.{kind}.{key}={value}" for key, value in sizes.items()), *in_groups(kind, own | sizes)]
 
     def moba(block_size: int, **options: Any) -> list[str]:
-        section = {
-            "block_size": block_size,
-            "topk": budget // block_size,
-            "select": "group",
-            "always": FORCED,
-        } | options
+        section = recipes.selects("moba", block_size, budget // block_size) | options
         stages = json.dumps([last | {"tokens": tokens}])  # it has no scorer to warm up
         chosen = ["attention.default=moba", f"attention.moba={json.dumps(section)}", f"stages={stages}"]
         chosen += ["optim.lr_factors={}"] if "optim" in recipe else []

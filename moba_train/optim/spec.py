@@ -38,7 +38,8 @@ class OptimizerSpec:
     """Returns a torch optimizer over all `trained_parameters`. Arguments: the model (under FSDP2 its parameters are
     DTensors), its section of the recipe, the device of the run, and all ranks that hold shards of the model (None: one
     process without a group). Each parameter group of the optimizer has an `lr_factor`, by which the run's learning rate
-    is multiplied. A parameter without gradient is not stepped and its state stays as it is."""
+    is multiplied: with `adamw_groups` that of `optim.lr_factors`; one without them refuses that key in `problems`. A
+    parameter without gradient is not stepped and its state stays as it is."""
     state: Mapping[str, int]
     """The state tensors of each parameter, by the names that checkpoints give them, with their bytes for each number of
     the parameter; 0: a single number whatever the parameter's size."""

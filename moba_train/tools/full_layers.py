@@ -19,6 +19,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import MOST_SAMPLES, Length
+from moba_train.config.load import Dumper
 from moba_train.config.stages import Stage
 from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.data.samples import Sample
@@ -432,9 +433,9 @@ def yaml_fragment(
 ) -> list[str]:
     """Lines of a recipe that keep these layers full, with what was measured beside them."""
     lines = ["attention:", f"  full_layers: {[*chosen]}"]
-    lines += [f"  overrides: {yaml.safe_dump(dict(overrides), default_flow_style=True, width=1000).strip()}"] * bool(
-        overrides
-    )
+    if overrides:
+        text = yaml.dump(dict(overrides), Dumper=Dumper, default_flow_style=True, width=1000)
+        lines.append(f"  overrides: {text.strip()}")
     lines.append(f"  # chosen by {best}; all others sparse, or with a window in the line of that name:")
     for one in candidates:
         answers = "" if one["answers"] is None else f", of needles' answers {one['answers']:.4f}"

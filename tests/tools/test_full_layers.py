@@ -155,6 +155,7 @@ def test_groups_of_heads_may_be_full_instead_of_layers(
     assert [layer.kind for layer in seen["groups_outside"]] == ["by_group", "moba", "by_group"]
     fragment = yaml.safe_load("\n".join(data["yaml"]))["attention"]
     assert fragment["full_layers"] == data["chosen"] == []
+    assert "&" not in "".join(data["yaml"]), "an anchor, where a reader edits one layer and changes another"
     (part,) = fragment["overrides"][0]["parts"]
     assert part["groups"] == [0]
     assert part["kind"] == ("moba" if stands_for is None else "msa")

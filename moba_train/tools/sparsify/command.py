@@ -23,8 +23,8 @@ def sparsify(
         list[str] | None,
         typer.Argument(
             metavar="[KEY.PATH=VALUE]...",
-            help="laid over the recipes: attention.* and stages.* over the sparse arm's, evaluation.* over the "
-            "evaluations, others over all",
+            help="laid over the recipes: attention.*, stages.* and optim.lr_factors over the sparse arm's, "
+            "evaluation.* over the evaluations, others over all",
         ),
     ] = None,
     budget: Annotated[
@@ -43,7 +43,9 @@ def sparsify(
     full_layers: Annotated[
         int | None, typer.Option(min=1, help="layers that stay full; default: 3, at most a quarter")
     ] = None,
-    lr: Annotated[float, typer.Option(min=0.0, help="peak learning rate; a scorer's is 10 times as high")] = 1e-4,
+    lr: Annotated[
+        float, typer.Option(min=0.0, help="peak learning rate; 5 times as high in the extension, 10 times for a scorer")
+    ] = 1e-4,
     rope_theta: Annotated[
         float | None,
         typer.Option(min=1.0, help="RoPE's base for a --length that is new to the model; default: by the length"),
@@ -108,6 +110,8 @@ def sparsify(
         return
     texts = recipes.recipes(request, source, output)
     evaluation = steps.begin(request, texts, output)
+    if kept := steps.kept_recipes(texts, output):
+        typer.echo(f"recipes that differ from those of this call, and stay as they are: {', '.join(kept)}")
     todo = [*steps.steps(request, source, output, evaluation)]
     steps.check(todo, gpus)
     steps.check_evaluations(output / "recipes" / recipes.SPARSE, evaluation)

@@ -219,8 +219,8 @@ def _log(step: Step, output: Path) -> Path:
 
 
 def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:
-    """Write what was measured before this step trains by it, unless the recipe was edited meanwhile: the layers that
-    stay full, with the numbers beside them; tokens that full attention trains on in the sparse arm's seconds."""
+    """Write what was measured before this step trains by it, unless that was edited meanwhile: the layers that stay
+    full, with the numbers beside them; tokens that full attention trains on in the sparse arm's seconds."""
     folder = output / "recipes"
     file = folder / recipes.CALIBRATED
     if step.name.startswith("train sparse") and file.read_text() == guesses.get(recipes.CALIBRATED):
@@ -228,9 +228,12 @@ def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:
         lines = ["# Layers that stay full, chosen by measurement.", *found["yaml"]]
         write_atomically(file, "\n".join(lines) + "\n")
     file = folder / recipes.EQUAL_SECONDS
-    if step.name.startswith("train equal-seconds") and file.read_text() == guesses.get(recipes.EQUAL_SECONDS):
+    if not step.name.startswith("train equal-seconds") or recipes.EQUAL_SECONDS not in guesses:
+        return
+    values, first = (parse_yaml(text, file.name) for text in (file.read_text(), guesses[recipes.EQUAL_SECONDS]))
+    # Not the whole text: another version may have written other keys beside the tokens.
+    if [stage["tokens"] for stage in values.get("stages", ())] == [stage["tokens"] for stage in first["stages"]]:
         full, sparse = (training(output / "runs" / f"{arm}-1" / "metrics.jsonl") for arm in ("full", "sparse"))
-        values = parse_yaml(file.read_text(), str(file))
         tokens = full["tokens"] * sparse["train_s"] / full["train_s"]
         values["stages"][0]["tokens"] = max(1, round(tokens))
         write_atomically(
@@ -287,6 +290,12 @@ def begin(request: Request, texts: Mapping[str, str], output: Path) -> dict[str,
     write_atomically(file, yaml.safe_dump(asked, sort_keys=False))
     evaluation: dict[str, Any] = parse_yaml((folder / recipes.EVALUATION).read_text(), recipes.EVALUATION)["evaluation"]
     return evaluation
+
+
+def kept_recipes(texts: Mapping[str, str], output: Path) -> list[str]:
+    """Names of the recipes in OUTPUT that were edited, or that a call on other GPUs or an earlier version wrote."""
+    measured = (recipes.CALIBRATED, recipes.EQUAL_SECONDS)
+    return [name for name in texts if name not in measured and (output / "recipes" / name).read_text() != texts[name]]
 
 
 def check(todo: Sequence[Step], gpus: int) -> None:

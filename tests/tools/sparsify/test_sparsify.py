@@ -269,7 +269,8 @@ def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
     guess = "# a guess\nextends: full.yaml\nname: equal-seconds\nstages: [{name: full, seq_len: 8, tokens: 1000}]\n"
     guesses = {recipes.CALIBRATED: "", recipes.EQUAL_SECONDS: guess}
     (folder / recipes.CALIBRATED).write_text("edited")
-    (folder / recipes.EQUAL_SECONDS).write_text(guess)
+    before = guess.replace("tokens: 1000", "tokens: 1000, lr: 0.5")  # as a version before wrote it
+    (folder / recipes.EQUAL_SECONDS).write_text(before)
     for arm, seconds in (("full", 2.0), ("sparse", 3.0)):
         run = tmp_path / "runs" / f"{arm}-1"
         run.mkdir(parents=True)
@@ -288,11 +289,13 @@ def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     step = steps.Step("train equal-seconds 1", ["train"], tmp_path)
     steps._measured(step, guesses, tmp_path)
-    assert yaml.safe_load((folder / recipes.EQUAL_SECONDS).read_text())["stages"][0]["tokens"] == 1500
-    (folder / recipes.EQUAL_SECONDS).write_text("edited")
+    (stage,) = yaml.safe_load((folder / recipes.EQUAL_SECONDS).read_text())["stages"]
+    assert (stage["tokens"], stage["lr"]) == (1500, 0.5)
+    edited = guess.replace("1000", "900")
+    (folder / recipes.EQUAL_SECONDS).write_text(edited)
     steps._measured(step, guesses, tmp_path)
     steps._measured(steps.Step("train sparse 1", ["train"], tmp_path), guesses, tmp_path)
-    assert (folder / recipes.EQUAL_SECONDS).read_text() == "edited"
+    assert (folder / recipes.EQUAL_SECONDS).read_text() == edited
     assert (folder / recipes.CALIBRATED).read_text() == "edited"
 
 
@@ -390,7 +393,7 @@ def test_an_arm_that_was_evaluated_before_full_attention_is_evaluated_again(tmp_
         assert [alone.done, compared.done] == done
 
 
-def test_a_call_that_was_refused_leaves_no_choice_behind(
+def test_a_call_that_was_refused_leaves_no_choice_behind_and_an_edited_recipe_is_named(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project)
@@ -399,9 +402,11 @@ def test_a_call_that_was_refused_leaves_no_choice_behind(
     code, output = call(output=tmp_path / "new")
     assert code == 2
     assert "the step 'extend' ended with status 9" in output
-    assert yaml.safe_load((tmp_path / "new" / "recipes" / "base.yaml").read_text())["data"]["train"] == [
-        {"path": "train"}
-    ]
+    assert "stay as they are" not in output
+    base = tmp_path / "new" / "recipes" / "base.yaml"
+    assert yaml.safe_load(base.read_text())["data"]["train"] == [{"path": "train"}]
+    base.write_text(base.read_text() + "# edited\n")
+    assert "stay as they are: base.yaml\n" in call(output=tmp_path / "new")[1]
 
 
 def test_a_model_that_no_export_can_hold_stays_a_checkpoint(tmp_path: Path) -> None:
