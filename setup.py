@@ -13,14 +13,15 @@ COMMIT = Path("moba_train", "COMMIT")
 
 
 def note(folder: str) -> None:
-    """Write the commit of this checkout, or of the sdist that this is, into `folder`; nothing where there is none."""
+    """Write the commit of this checkout, or of the sdist that this is, into `folder`; where none is known, remove what
+    an earlier build has left there."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     text = COMMIT.read_text() if COMMIT.exists() else ""
     if Path(".git").exists():  # else git would name the commit of a repository around an unpacked sdist
         with suppress(OSError):  # git is not installed
             text = subprocess.run(command, capture_output=True, text=True).stdout
-    if text:
-        Path(folder, COMMIT).write_text(text)
+    noted = Path(folder, COMMIT)
+    noted.write_text(text) if text else noted.unlink(missing_ok=True)
 
 
 class BuildWithCommit(build_py):

@@ -28,12 +28,7 @@ INDEX_BYTES = 64 * MIB
 TOKENIZER_BYTES = 256 * MIB
 """Largest tokenizer file; the largest in use have about 35 MB."""
 
-_KINDS = (
-    (stat.S_ISLNK, "a link"),
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-)
+_KINDS = {stat.S_ISLNK: "a link", stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket"}
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH: a folder need not be readable
 
 
@@ -126,7 +121,7 @@ def _open_below(real: Path, roots: Sequence[Path], flags: int) -> int:
 
 def _check(path: Path, status: os.stat_result, limit: int | None) -> None:
     if not stat.S_ISREG(status.st_mode):
-        kind = next((name for test, name in _KINDS if test(status.st_mode)), "a device")
+        kind = next((name for test, name in _KINDS.items() if test(status.st_mode)), "a device")
         raise ForeignFileError(f"{path}: is {kind}; allowed: a regular file")
     if limit is not None and status.st_size > limit:
         raise ForeignFileError(f"{path}: has {status.st_size:,} bytes; allowed: {limit:,}")

@@ -135,20 +135,22 @@ def unshared_groups(model: nn.Module) -> list[Any]:
     return [group for group in groups if group is not None and group.mesh_info.mesh.size() == 1]
 
 
-def take_gradient(parameter: Any) -> None:
-    """Move a gradient that FSDP has added up to its parameter, an object of FSDP. Tried with torch 2.11 and 2.13.
-    Without it: the same."""
-    if not parameter.all_gather_outputs:  # never used
-        return
-    if not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
-        parameter.param_dtype = None  # FSDP then casts a weight as it copies it, not in a pass of its own before that
-    if parameter.unsharded_accumulated_grad is None:
-        parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad
-    if parameter.unsharded_accumulated_grad is not None:
-        found = parameter.to_sharded_dtensor(parameter.unsharded_accumulated_grad_data.to(parameter.orig_dtype))
+def end_sums(group: Any, complete: bool) -> None:
+    """Have a group reduce gradients again, and move those that it has added up to its parameters, or drop them, which
+    takes no transfer. Tried with torch 2.11 and 2.13. Without it: the same."""
+    group.reduce_grads = True
+    for parameter in group.fsdp_params:
+        if not parameter.all_gather_outputs:  # never used
+            continue
+        if not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+            parameter.param_dtype = None  # FSDP then casts a weight as it copies it, not in a pass of its own before
+        found = parameter.unsharded_accumulated_grad
+        found = parameter.unsharded_param.grad if found is None else found
         parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
-        before = parameter.sharded_param.grad
-        parameter.sharded_param.grad = found if before is None else before + found
+        if complete and found is not None:
+            found = parameter.to_sharded_dtensor(parameter._get_grad_inner_tensor(found).to(parameter.orig_dtype))
+            before = parameter.sharded_param.grad
+            parameter.sharded_param.grad = found if before is None else before + found
 
 
 def symmetric_memory() -> ModuleType:

@@ -4,7 +4,7 @@ import difflib
 import re
 import reprlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import isclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,13 +18,7 @@ from moba_train.config.base import Length, Section, TokenBudget
 # The validator that reads the suffixes marks the two units.
 _UNITS = {get_args(Length)[1]: "(K, M = 1024)", get_args(TokenBudget)[1]: "(K, M, B, T = 1000)"}
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", Any: "anything", type(None): "null"}
-_BOUNDS: dict[str, tuple[str, Callable[[Iterable[Any]], Any]]] = {
-    "ge": (">=", max),
-    "gt": (">", max),
-    "le": ("<=", min),
-    "lt": ("<", min),
-}
-
+_BOUNDS: dict[str, tuple[str, Any]] = {"ge": (">=", max), "gt": (">", max), "le": ("<=", min), "lt": ("<", min)}
 _PATTERNS = {r"^[A-Za-z0-9._-]+$": "of letters, digits, dots, hyphens and underscores"}
 
 MOST_PROBLEMS = 100
@@ -63,6 +57,16 @@ def one_of(name: str, allowed: Sequence[str]) -> str:
     if name not in allowed:
         raise ValueError(f"given {name!r}{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
     return name
+
+
+def no_credentials(address: str | None) -> str | None:
+    """`address`. Raises ValueError, which does not repeat it, if it may hold credentials: recipes are logged."""
+    if re.search(r"://.*([?#@]|::)", address or ""):  # fsspec takes a :: for a chain of stores
+        raise ValueError(
+            "has a `@`, `?`, `#` or `::`; credentials have no place in an address, which is written into logs and "
+            "checkpoints: set the variables that the store's package reads, such as AWS_ACCESS_KEY_ID"
+        )
+    return address
 
 
 def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
@@ -123,8 +127,7 @@ def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldI
     for name, field in section.fields().items():
         path = f"{prefix}{name}"
         yield path, field
-        inner = section_of(field.annotation)
-        if inner is not None:
+        if (inner := section_of(field.annotation)) is not None:
             yield from walk(inner, f"{path}{item_suffix(field)}.")
 
 

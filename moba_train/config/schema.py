@@ -10,7 +10,7 @@ from moba_train.config.base import Length, OpenSection, Section, TokenBudget
 from moba_train.config.checkpoint import CheckpointConfig
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
-from moba_train.config.explain import one_of
+from moba_train.config.explain import no_credentials, one_of
 from moba_train.config.health import HealthConfig
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import MOST_RATE, AdaptersConfig, OptimConfig, ScheduleConfig
@@ -103,7 +103,7 @@ class RunConfig(Section):
     run_dir: str = Field(min_length=1, description="folder for logs, checkpoints and the report")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of the initial weights and of the data order")
     model: ModelConfig
-    init_from: str | None = Field(
+    init_from: Annotated[str | None, AfterValidator(no_credentials)] = Field(
         None,
         description="where the first weights come from: a Hugging Face folder (Llama, Qwen2, Qwen3, SmolLM2), or a "
         "checkpoint or run folder of ours; with adapters their base, else ignored once the run has saved a checkpoint",

@@ -15,7 +15,7 @@ from moba_train.parallel.activations import keeps_weights
 from moba_train.parallel.float8 import update_weight_scales
 from moba_train.parallel.pipeline import schedule
 from moba_train.parallel.pipeline.model import PipelineModel
-from moba_train.torch_private import take_gradient, unshared_groups
+from moba_train.torch_private import end_sums, unshared_groups
 
 
 def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weight: float) -> Iterator[LossSums]:
@@ -43,18 +43,18 @@ def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weig
 @contextmanager
 def _own_gradients(model: Transformer) -> Iterator[None]:
     """Inside, gradients of weights that no other rank has a part of add up where the backward pass leaves them, in
-    float32; then they become those of the parameters. FSDP would list them for a kernel and copy them twice, in every
-    micro-batch."""
+    float32; then they become those of the parameters, or are dropped where an error came between. FSDP would list them
+    for a kernel and copy them twice, in every micro-batch."""
     groups = unshared_groups(model)
     for group in groups:
         group.reduce_grads = False
+    complete = False
     try:
         yield
+        complete = True
     finally:
         for group in groups:
-            group.reduce_grads = True
-            for parameter in group.fsdp_params:
-                take_gradient(parameter)
+            end_sums(group, complete)  # with tp also a sum over ranks: one with an error must not wait for the others
 
 
 @contextmanager

@@ -148,10 +148,9 @@ def unread_folder(init_from: str | None, checkpoints: Sequence[Path]) -> Path | 
     None where the recipe names none, where one of the folders `checkpoints` has a checkpoint of the run's own, and
     where they may have some that cannot be seen.
     """
-    if init_from is None:
-        return None
     with suppress(UnreadableError):
-        return None if any(map(published, checkpoints)) else local_path(init_from)
+        if init_from is not None and not any(map(published, checkpoints)):
+            return local_path(init_from)
     return None
 
 

@@ -130,7 +130,7 @@ def test_a_rank_alone_copies_no_more_than_it_must_and_has_the_bits_of_fsdp(
     monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
     wide = {"hidden_size": 256, "intermediate_size": 1024}  # more weights than activations
     config = recipe({"attention": {"default": "full"}, "precision": {"compute": compute}, "further": wide}, {})
-    losses, gradients, copied = [], [], []
+    losses, gradients, copied, left = [], [], [], []
     found: Sequence[Callable[[Transformer], list[Any]]] = (lambda _: [], forward.unshared_groups)
     with joined_world() as world:
         dims = ParallelDims(MeshSizes(), world)
@@ -142,6 +142,7 @@ def test_a_rank_alone_copies_no_more_than_it_must_and_has_the_bits_of_fsdp(
             abandoned = forward.accumulate_gradients(model, micro_batches()[2:], 7.0)
             next(abandoned)
             del abandoned
+            left.append(any(weight.grad is not None for weight in model.parameters()))
             model.zero_grad()
             sums = forward.accumulate_gradients(model, micro_batches(), 7.0)
             first = next(sums).loss.item()
@@ -149,6 +150,7 @@ def test_a_rank_alone_copies_no_more_than_it_must_and_has_the_bits_of_fsdp(
                 losses.append([first, *(one.loss.item() for one in sums)])
             gradients.append({name: weight.grad for name, weight in model.named_parameters()})
             copied.append(copies.bytes / (MICRO_BATCHES - 1))
+    assert left == [True, False], "of tp's ranks, one with an error must not sum its gradients with the others"
     assert losses[0] == losses[1]
     for name, gradient in gradients[0].items():
         assert gradient is not None

@@ -24,6 +24,7 @@ from moba_train.checkpoint.files import in_threads
 from moba_train.checkpoint.manifest import MANIFEST, STEP_FOLDER, FileEntry
 from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.config.base import Section
+from moba_train.config.explain import no_credentials
 from moba_train.errors import CheckpointError
 from moba_train.output_files import make_folder, new_file, open_to_change, temporary_path, write_atomically
 
@@ -60,11 +61,10 @@ def address_problem(address: str) -> str | None:
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in SCHEMES:
         return f"has no known scheme; allowed: {', '.join(f'{name}://...' for name in SCHEMES)}"
-    if re.search("[?#@]|::", rest):  # fsspec takes a :: for a chain of stores
-        return (
-            "has a `@`, `?`, `#` or `::`; credentials have no place in an address, which is written into logs and "
-            "checkpoints: set the variables that the store's package reads, such as AWS_ACCESS_KEY_ID"
-        )
+    try:
+        no_credentials(address)
+    except ValueError as error:
+        return str(error)
     if not rest.strip("/") or ".." in rest.split("/"):
         return "names no folder; allowed: a bucket and a folder in it, such as s3://bucket/run"
     if scheme == "file" and not rest.startswith("/"):

@@ -3,18 +3,19 @@
 It is fetched where neither the run's folder nor its own uploads have a checkpoint, and becomes one of the run's own.
 """
 
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import threading
 from pathlib import Path
 
 from moba_train.checkpoint.manifest import STEP_FOLDER
 from moba_train.checkpoint.publish import published
 from moba_train.errors import CheckpointError
 from moba_train.resolve.run import RunFolders
-from moba_train.tools.storage.fetch import fetch_newest, fetch_small_files
+from moba_train.tools.storage.fetch import fetch_newest
 from moba_train.tools.storage.remote import (
     Address,
     RemoteFolder,
     StorageError,
+    address_problem,
     complete_steps,
     local_copy,
     missing_package,
@@ -23,7 +24,7 @@ from moba_train.tools.storage.remote import (
 
 class ResumeFromOptions(Address):
     """Checkpoint with which a run begins that has none yet, here or in `upload`: a folder step_..., or the newest of
-    another run's uploads or run folder."""
+    another run's uploads or run folder. With `every: null` nothing is fetched."""
 
 
 class ResumeFrom:
@@ -46,18 +47,23 @@ class ResumeFrom:
         self._address = options.address
         self._folders = folders
         self._news: list[tuple[str, bool]] = []
-        self._fetched: Future[None] | None = None
-        """Begins with the first question for it, which comes once the uploads have looked for copies of the run."""
+        self._error: StorageError | None = None
+        self._thread: threading.Thread | None = None
+        """Begins with the first question for it, which comes once the uploads have looked for copies of the run. The
+        process does not wait for it to end."""
 
     def copy(self, path: Path) -> None:
         """Does nothing: the address is only read."""
 
     def is_idle(self, wait_s: float) -> bool:
-        if self._fetched is None:
-            self._fetched = ThreadPoolExecutor(1, "resume-from").submit(self._fetch)
-        if wait([self._fetched], wait_s).not_done:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._fetch, name="resume-from", daemon=True)
+            self._thread.start()
+        self._thread.join(wait_s)
+        if self._thread.is_alive():
             return False
-        self._fetched.result()  # raises what it met
+        if self._error is not None:
+            raise self._error
         return True
 
     def news(self) -> list[tuple[str, bool]]:
@@ -66,17 +72,17 @@ class ResumeFrom:
         return news
 
     def _fetch(self) -> None:
-        if any(map(published, self._folders.checkpoints)):
-            return
         try:
+            if any(map(published, self._folders.checkpoints)):
+                return
             remote, steps = self._source()
-            step = fetch_newest(remote, remote.files(), steps, self._folders)
-            if remote.address.endswith("/checkpoints"):  # of a run folder, which has the metrics
-                home = RemoteFolder(remote.address.removesuffix("/checkpoints"))
-                fetch_small_files(home, home.files(), self._folders)
-        except CheckpointError as error:
-            raise StorageError(f"checkpoint.resume_from: {error}") from None
-        self._news = [(f"the checkpoint of step {step} was fetched from {remote.address}", True)]
+            home = remote.address.removesuffix("/checkpoints")  # of a run folder, which has the metrics
+            has_home = home != remote.address and address_problem(home) is None
+            step = fetch_newest([remote, RemoteFolder(home)] if has_home else [remote], steps, self._folders)
+            self._news = [(f"the checkpoint of step {step} was fetched from {remote.address}", True)]
+        except Exception as error:  # a thread that died would be taken for one that has fetched
+            text = str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
+            self._error = StorageError(f"checkpoint.resume_from: {text}")
 
     def _source(self) -> tuple[RemoteFolder, list[int]]:
         """The folder of the checkpoints, and the steps of those that are meant."""

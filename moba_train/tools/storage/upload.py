@@ -234,7 +234,7 @@ class Upload:
             if RUN not in files:  # shows that the store can be written to
                 remote.write(RUN, b"{}")
             if newer := [step for step in steps if step > newest]:
-                step = fetch_newest(remote, files, newer, self._folders)
+                step = fetch_newest([remote], newer, self._folders)
                 self._tell(f"the checkpoint of step {step} was fetched from {remote.address}", True)
         except OtherRunError:
             raise

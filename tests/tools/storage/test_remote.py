@@ -45,10 +45,18 @@ def test_an_address_that_is_none_is_refused_without_its_secrets(load: Load, addr
     assert text.startswith("checkpoint.upload.address: ")
     assert problem in text
     assert "hidden-word" not in text
+    if "credentials" in problem:
+        with pytest.raises(ConfigError, match=r"init_from: has a `@`, .*; credentials have no place in") as refused:
+            load(f"init_from={address}")
+        assert "hidden-word" not in str(refused.value)
     with pytest.raises(UserError) as told:
         RemoteFolder(address)
     assert problem in str(told.value)
     assert "hidden-word" not in str(told.value)
+
+
+def test_a_folder_may_have_the_signs_of_an_address(load: Load) -> None:
+    assert load("init_from=runs/one@2#3").init_from == "runs/one@2#3"
 
 
 def test_the_short_form_and_the_section_say_the_same(load: Load) -> None:

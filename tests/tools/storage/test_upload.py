@@ -4,17 +4,18 @@ import json
 import os
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from moba_train.checkpoint.manifest import verify_checkpoint
-from moba_train.checkpoint.retention import Marks
+from moba_train.checkpoint.retention import MARKS, Marks
 from moba_train.errors import UserError
 from moba_train.foreign_files import local_path
 from moba_train.resolve.run import RunFolders
-from moba_train.tools.storage import upload
+from moba_train.tools.storage import resume_from, upload
 from moba_train.tools.storage.fetch import METRICS
 from moba_train.tools.storage.remote import RemoteFolder, StorageError, complete_steps
 from moba_train.tools.storage.resume_from import ResumeFrom, ResumeFromOptions
@@ -135,8 +136,22 @@ def test_resume_from_takes_the_newest_that_is_not_in_doubt_or_the_one_that_is_na
         fetched(tmp_path / "c", f"file://{old}/checkpoints/step_00000300")
     with pytest.raises(UserError, match=r"checkpoint\.resume_from: .*/none: there is no complete checkpoint"):
         fetched(tmp_path / "d", f"file://{tmp_path}/none")
+    save(tmp_path / "other", 100)
+    assert fetched(tmp_path / "c", f"file://{tmp_path}/other") == [100]
+    assert not (tmp_path / "c" / "kept" / MARKS).exists(), "nothing came from the source that was of no use"
     save(tmp_path / "e", 50)
     assert fetched(tmp_path / "e", f"file://{tmp_path}/none") == [50], "a checkpoint of its own: nothing is read"
+
+
+def test_a_store_that_hangs_keeps_no_process_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(resume_from, "complete_steps", lambda _files: {} if answers.wait(60) else None)
+    source = ResumeFrom.open(ResumeFromOptions(address=f"file://{tmp_path}"), folders(tmp_path))
+    assert not source.is_idle(0.01)
+    assert [one.daemon for one in threading.enumerate() if one.name.startswith("resume-from")] == [True]
+    answers.set()
+    with pytest.raises(UserError, match="there is no complete checkpoint"):
+        source.is_idle(60)
 
 
 def test_two_ranks_upload_once_and_resume_on_one(run: Run, tmp_path: Path, line: Line) -> None:
