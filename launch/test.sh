@@ -4,7 +4,7 @@
 #   bash launch/test.sh -m "not slow"           without the slow ones: kills, stalls, interpreted kernels
 #   bash launch/test.sh -m gpu                  only those that need a GPU
 #   bash launch/test.sh tests/run -x            one folder, up to the first failure
-#   bash launch/test.sh -n 0                    in one process; without a GPU, three run files side by side by default
+#   bash launch/test.sh -n 0                    in one process; without a GPU, four run files side by side by default
 #   bash launch/test.sh -h                      pytest's own options
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 [ "${1:-}" != --help ] || { usage; exit; }
@@ -12,8 +12,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 unset PYTHONDONTWRITEBYTECODE  # of hundreds of processes, each would compile the package again
 side_by_side=()
 if ! nvidia-smi >/dev/null 2>&1 && "$PYTHON" -c "import xdist" 2>/dev/null; then
-    # Many tests wait for processes: one of these uses a third of two cores. In the order of names, the file whose one
-    # test takes a minute (interpreted kernels) comes early; by default it would come last, alone.
-    side_by_side=(-n 3 --dist loadfile --no-loadscope-reorder)
+    # Many tests wait for processes: on two cores four take 12 minutes, three 13. In the order of names, the file whose
+    # one test takes a minute (interpreted kernels) comes early; by default it would come last, alone.
+    side_by_side=(-n 4 --dist loadfile --no-loadscope-reorder)
 fi
 exec "$PYTHON" -m pytest ${side_by_side[@]+"${side_by_side[@]}"} "$@"
