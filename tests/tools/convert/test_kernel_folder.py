@@ -15,8 +15,8 @@ from moba_train.tools.convert.hf import export_to_hf
 from moba_train.tools.convert.kernel_folder import FOLDER
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 from tests.tools.convert import with_kernels
+from tests.tools.convert.code_models import SIZES, save_model
 from tests.tools.convert.hf_models import logits, random_tokens
-from tests.tools.convert.test_with_code import SIZES, save_model
 
 TOKENS = random_tokens(90)
 MODEL = SIZES | {"layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 64, "sink_layers": [0]}

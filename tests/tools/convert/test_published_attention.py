@@ -16,8 +16,8 @@ from moba_train.tools.cli import app
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 from tests.tools.convert import with_minicpm
+from tests.tools.convert.code_models import SIZES, save_model
 from tests.tools.convert.hf_models import logits, random_tokens
-from tests.tools.convert.test_with_code import SIZES, save_model
 
 TOKENS = random_tokens(150)
 MINIMAX = "minimax_m3_vl_text"

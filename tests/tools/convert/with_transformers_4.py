@@ -30,7 +30,7 @@ def as_4_takes_it(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Of the tokens that `hf_models.random_tokens(200)` gives."""
+    """Logits [200, V] of the tokens of `hf_models.random_tokens(200)`."""
     tokens = torch.randint(64, (200,), generator=torch.Generator().manual_seed(200))
     with torch.no_grad():
         found: torch.Tensor = model.eval()(tokens[None]).logits[0]
