@@ -141,10 +141,7 @@ def kept(derive: Callable[Concatenate[Layout, Sizes], T]) -> Callable[Concatenat
 
     @wraps(derive)
     def once(layout: Layout, *sizes: Sizes.args, **named: Sizes.kwargs) -> T:
-        key = (derive, sizes, *named.items())
-        if key not in layout._cache:
-            layout._cache[key] = derive(layout, *sizes, **named)
-        return cast(T, layout._cache[key])
+        return layout.cached((derive, sizes, *named.items()), lambda: derive(layout, *sizes, **named))
 
     return once
 

@@ -33,7 +33,7 @@ from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.composed_rows import sorted_parts
 from moba_train.attention.kernels.table import triton_runs_on
 from moba_train.attention.kernels.varlen import Segments, VarlenKernel, best_kernel, refusals
-from moba_train.attention.layout import Layout, joined_ranges
+from moba_train.attention.layout import Layout, joined_ranges, kept
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 
 
@@ -159,13 +159,10 @@ def _most_segments(layout: Layout, block_size: int) -> int:
     return block_bound(layout, block_size) + len(layout.q_ranges or ())
 
 
+@kept
 def _diagonal_segments(layout: Layout, block_size: int) -> Segments:
-    """The queries of each block and its keys, up to that of the last query; kept with the layout."""
-    return layout.cached(("diagonal segments", block_size), lambda: _cut_diagonal_segments(layout, block_size))
-
-
-def _cut_diagonal_segments(layout: Layout, block_size: int) -> Segments:
-    """Segments; if a range of queries ends inside a block, the block's other keys are a segment without queries."""
+    """The queries of each block and its keys, up to that of the last query; if a range of queries ends inside a block,
+    the block's other keys are a segment without queries."""
     longest = min(block_size, layout.max_seqlen)
     edges = block_edges(layout, block_size)
     if layout.q_ranges is None:

@@ -1,8 +1,6 @@
 """MoBA as a LocalAttention: the gate summarizes keys and selects blocks, `BlockAttention` attends to them."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Literal, Protocol, cast
 
 from pydantic import Field
@@ -89,6 +87,8 @@ class MobaAttention(DenseOrSparse, Gated):
             return self.topk - 1
 
     blocks: BlockAttention
+    local_blocks: int = 1
+    """Blocks up to a query's own that it attends to in any case, and so are no candidates of the gate."""
 
     def __init__(
         self, options: Section, head_dim: int, softmax_scale: float | None = None, *, section: str = "attention.moba"
@@ -126,12 +126,12 @@ class MobaAttention(DenseOrSparse, Gated):
         if self.is_full(layout):
             return ()
         assert summaries is not None
-        selected_HTC = self._selection_rule(q_THD, layout)(q_THD, summaries, layout)
+        selected_HTC = self._gated_blocks(q_THD, summaries, layout)
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=summaries.shape[1])
 
     def select_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
         """int32 [H, T, C]: the selected history blocks (`gate.select_blocks`)."""
-        return self._selection_rule(q_THD, layout)(q_THD, summaries, layout)
+        return self._gated_blocks(q_THD, summaries, layout)
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
@@ -163,14 +163,16 @@ class MobaAttention(DenseOrSparse, Gated):
     def _listed(self, layout: Layout) -> int:
         return listed_blocks(self.options.history_blocks, layout, self.block_size)
 
-    def _selection_rule(self, q_THD: Tensor, layout: Layout) -> Callable[..., Tensor]:
-        """The selector's `select_blocks` with this attention's sizes and rules."""
-        return partial(
-            self._selector(q_THD, layout).select_blocks,
+    def _gated_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
+        return self._selector(q_THD, layout).select_blocks(
+            q_THD,
+            summaries,
+            layout,
             block_size=self.block_size,
             history_blocks=self._listed(layout),
             select=self.options.select,
             always=self.options.always,
+            local=self.local_blocks,
         )
 
     def _selector(self, x: Tensor, layout: Layout) -> Selector:
