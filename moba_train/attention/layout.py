@@ -141,7 +141,10 @@ def kept(derive: Callable[Concatenate[Layout, Sizes], T]) -> Callable[Concatenat
 
     @wraps(derive)
     def once(layout: Layout, *sizes: Sizes.args, **named: Sizes.kwargs) -> T:
-        return layout.cached((derive, sizes, *named.items()), lambda: derive(layout, *sizes, **named))
+        key = (derive, sizes, *named.items())
+        if key not in layout._cache:
+            layout._cache[key] = derive(layout, *sizes, **named)
+        return cast(T, layout._cache[key])
 
     return once
 

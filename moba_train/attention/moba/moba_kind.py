@@ -72,12 +72,14 @@ class MobaKind(AttentionKind):
         """Zeros: keys are what they were, also if the convolution is inserted into a trained model."""
         return torch.zeros(shape, device=generator.device)
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, None]:
         """One engine call, on keys behind the convolution."""
+        k_TKd = layer.k_TKd
         if self.moba_options.key_conv:
             assert isinstance(parameters, KeyConvolution)
-            layer = layer._replace(k_TKd=parameters(layer.k_TKd, layer.engine.shard(layer.layout)))
-        return super().mix(layer, parameters)
+            k_TKd = parameters(k_TKd, layer.engine.shard(layer.layout))
+        rotated = layer.rotate(layer.q_THd), layer.rotate(k_TKd)
+        return layer.engine(*rotated, layer.v_TKd, self.attentions[0], layer.layout, *layer.sink)[0], None
 
     def costs(self, model: ModelConfig) -> "MobaCosts":
         """Costs of attention to the selected blocks, and of the gate."""

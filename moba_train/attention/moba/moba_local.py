@@ -1,6 +1,8 @@
 """MoBA as a LocalAttention: the gate summarizes keys and selects blocks, `BlockAttention` attends to them."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, Protocol, cast
 
 from pydantic import Field
@@ -126,12 +128,12 @@ class MobaAttention(DenseOrSparse, Gated):
         if self.is_full(layout):
             return ()
         assert summaries is not None
-        selected_HTC = self._gated_blocks(q_THD, summaries, layout)
+        selected_HTC = self._selection_rule(q_THD, layout)(q_THD, summaries, layout)
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=summaries.shape[1])
 
     def select_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
         """int32 [H, T, C]: the selected history blocks (`gate.select_blocks`)."""
-        return self._gated_blocks(q_THD, summaries, layout)
+        return self._selection_rule(q_THD, layout)(q_THD, summaries, layout)
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
@@ -163,11 +165,10 @@ class MobaAttention(DenseOrSparse, Gated):
     def _listed(self, layout: Layout) -> int:
         return listed_blocks(self.options.history_blocks, layout, self.block_size)
 
-    def _gated_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
-        return self._selector(q_THD, layout).select_blocks(
-            q_THD,
-            summaries,
-            layout,
+    def _selection_rule(self, q_THD: Tensor, layout: Layout) -> Callable[..., Tensor]:
+        """The selector's `select_blocks` with this attention's sizes and rules."""
+        return partial(
+            self._selector(q_THD, layout).select_blocks,
             block_size=self.block_size,
             history_blocks=self._listed(layout),
             select=self.options.select,

@@ -117,7 +117,8 @@ def parse_code_once() -> None:
     """Keeps what transformers parses: with each model that it loads, the same code several times, a second a folder."""
     from transformers import dynamic_module_utils
 
-    dynamic_module_utils.ast = SimpleNamespace(**vars(ast) | {"parse": cache(ast.parse)})
+    parsing = SimpleNamespace(**vars(ast) | {"parse": cache(ast.parse)})
+    dynamic_module_utils.ast = parsing  # type: ignore[assignment]  # a module there
 
 
 if __name__ == "__main__":
