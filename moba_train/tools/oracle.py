@@ -8,7 +8,7 @@ Layers of full attention in the stage's own attention have it in all of these.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -162,7 +162,9 @@ class Oracle(Evaluation[OracleConfig]):
             for name, found in _scores(asked, context).items():
                 scores[name] |= found
         dense = None if self._options.dense is None else _read_dense(self._options.dense, self._shape)
-        split = Split(self._options.budgets, curves, scores, dense)
+        own = attentions[context.own]
+        owned = {name for name, layers in attentions.items() if name.startswith("gate ") and layers == own}
+        split = Split(self._options.budgets, curves, scores, dense, owned)
         first = split.loss(self._options.budgets[0])
         numbers = {f"{name}_error": first[name].mean if name in first else 0.0 for name in ("budget", "selector")}
         data = {"attention": context.own, **self._shape, **split.to_json()}
@@ -296,6 +298,8 @@ class Split:
     """Shares of right answers by name, for each attention."""
     dense: Mapping[str, Any] | None
     """Full attention's entry in the result on weights that were trained with it."""
+    owned: Collection[str]
+    """Names of the gates that are the stage's own attention."""
 
     def pairs(self, budget: Budget) -> dict[str, tuple[str, str]]:
         """By the error's name, two attentions that differ by it alone: the one that has it first."""
@@ -327,6 +331,7 @@ class Split:
             {
                 "label": label_of(budget),
                 **budget.model_dump(mode="json"),
+                "own_gate": f"gate {label_of(budget)}" in self.owned,
                 "loss": {name: finite([gap.mean, gap.error]) for name, gap in self.loss(budget).items()},
                 "scores": {of: self.score(budget, of) for of in self.scores["full"]},
             }

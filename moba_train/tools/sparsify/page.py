@@ -83,7 +83,12 @@ def scores_of(evaluation: dict[str, Any]) -> dict[str, Any]:
     by_length = [statistics.mean(depths) for depths in needle["maps"][own]["passed"]]
     ruler = evaluation["ruler"]
     tasks = ruler["scores"][own]["teacher_forced"].values()
-    oracle = evaluation.get("oracle")
+    errors = None
+    if oracle := evaluation.get("oracle"):
+        first = oracle["budgets"][0]
+        errors = first["loss"] | {"weights": oracle["weights"] and oracle["weights"]["loss"]}
+        if not first.get("own_gate", True):
+            errors.pop("selector", None)  # MoBA's gate's, as the arm's own selection has other sizes
     return {
         "trailing": evaluation["numbers"]["trailing_loss"],
         "trailing_full": evaluation["numbers"].get("trailing_loss_full"),
@@ -94,8 +99,7 @@ def scores_of(evaluation: dict[str, Any]) -> dict[str, Any]:
         "ruler_by_length": dict(
             zip(map(str, ruler["lengths"]), map(statistics.mean, zip(*tasks, strict=True)), strict=True)
         ),
-        "errors": oracle
-        and oracle["budgets"][0]["loss"] | {"weights": oracle["weights"] and oracle["weights"]["loss"]},
+        "errors": errors,
     }
 
 
@@ -178,7 +182,8 @@ def _errors(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
     rows = [[f"seed {one['seed']}", *(_pair(one["errors"].get(name)) for name in names)] for one in arms["sparse"]]
     note = (
         "Nats of trailing loss, above 0: worse. Budget: the ideal selection against full attention; selector: the own "
-        "selection against the ideal one; weights: full attention on these weights against the arm of full attention."
+        "selection, if it has that size, against the ideal one; weights: full attention on these weights against the "
+        "arm of full attention."
     )
     return Table("What costs how much in the sparse arm", note, ["", *names], rows)
 

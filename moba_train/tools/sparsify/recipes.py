@@ -5,6 +5,7 @@ one can edit it and run on. Both arms begin with the same weights and train on t
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -356,6 +357,12 @@ def _evaluation(request: Request, source: Source, size: int, topk: int) -> dict[
 def sections(evaluation: dict[str, Any], names: Sequence[str]) -> list[str]:
     """These sections of evaluation.yaml as words of a command."""
     return [f"evaluation.{name}={json.dumps(evaluation[name])}" for name in names]
+
+
+def word(key: str, path: Path) -> str:
+    """An override that gives a path, in quotes if YAML might read something else."""
+    is_plain = re.fullmatch(r"[/.\w-]+", str(path))
+    return f"{key}={path if is_plain else json.dumps(str(path))}"
 
 
 def told(request: Request) -> str:

@@ -44,7 +44,7 @@ SECONDS = "seconds.json"
 """Seconds that each finished step took in the call that finished it."""
 _GROWING = ("seeds", "baseline", "equal_seconds")
 """Options that only add steps: a later call may give others."""
-_DENSE = "evaluation.oracle.dense="
+_DENSE = "evaluation.oracle.dense"
 Runner = Callable[[Sequence[str]], int]
 """Runs `moba-train` with these words; returns its exit status."""
 
@@ -125,7 +125,7 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
     for seed in range(1, request.seeds + 1):
         for arm in arms:
             run = output / "runs" / f"{arm}-{seed}"
-            words = ["train", str(folder / f"{arm}.yaml"), f"seed={seed}", f"run_dir={run}"]
+            words = ["train", str(folder / f"{arm}.yaml"), f"seed={seed}", recipes.word("run_dir", run)]
             yield Step(f"train {arm} {seed}", words, run, needs[arm])
     for seed in range(1, request.seeds + 1):
         for arm in arms:
@@ -153,7 +153,7 @@ def evaluation_of(run: str, output: Path, evaluation: dict[str, Any], dense: str
     if not run.startswith("equal-seconds"):
         tasks.append("oracle")
         if dense is not None and dense != run:
-            words = [f"{_DENSE}{output / 'evaluation' / dense / 'evaluation.json'}"]
+            words = [recipes.word(_DENSE, output / "evaluation" / dense / "evaluation.json")]
             needs.add(f"evaluate {' '.join(dense.rsplit('-', 1))}")
     asked = recipes.sections(evaluation | {"oracle": oracle}, tasks)
     model = output / "runs" / run

@@ -191,6 +191,12 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
     recipe = tmp_path / "recipes" / "sparse.yaml"
     arms = sparsify_ablations.arms_of(tmp_path)
     assert len(arms) == 16
+    small = yaml.safe_load((tmp_path / "recipes" / recipes.SPARSE).read_text())
+    small["attention"]["msa"] |= {"block_size": 16, "topk": 4}
+    assert {*arms} - {*sparsify_ablations.ablations(small, 1, {})} == {
+        *(name for name in arms if name.startswith("moba")),
+        "seer",
+    }
     for name, overrides in arms.items():
         config = load_config(recipe, overrides)
         run = resolve(config, WorldSize(1, 1))
@@ -256,6 +262,28 @@ def test_a_second_call_adds_only_what_is_new(project: Path, made: Path, monkeypa
     assert code == 2
     assert "budget: given 128, before 64" in output
     assert yaml.safe_load((made / "request.yaml").read_text())["budget"] == 64
+
+
+@pytest.mark.parametrize("name", ["out", "an: output #1", "[out]"])
+def test_any_folder_may_be_the_output(project: Path, tmp_path: Path, name: str) -> None:
+    output = tmp_path / name
+    request = Request(
+        model=str(project / "hf"),
+        data=[str(project / "train")],
+        validation=["valid"],
+        length=LENGTH,
+        budget=64,
+        tokens=4096,
+        kind="msa",
+        block_size=16,
+    )
+    source = Source.read(project / "hf")
+    evaluation = steps.begin(request, recipes.recipes(request, source, output), output)
+    todo = {step.name: step for step in steps.steps(request, source, output, evaluation)}
+    train = todo["train sparse 1"]
+    assert load_config(train.words[1], train.words[2:]).run_dir == str(train.result)
+    (dense,) = (word for word in todo["evaluate sparse 1"].words if word.startswith("evaluation.oracle.dense="))
+    assert yaml.safe_load(dense.partition("=")[2]) == str(todo["evaluate full 1"].result)
 
 
 def test_the_plan_is_printed_and_nothing_is_written(
