@@ -190,7 +190,7 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
         (tmp_path / "recipes" / recipes.CALIBRATED).write_text(yaml.safe_dump({"attention": fragment}))
     recipe = tmp_path / "recipes" / "sparse.yaml"
     arms = sparsify_ablations.arms_of(tmp_path)
-    assert len(arms) == 16
+    assert len(arms) == 17
     small = yaml.safe_load((tmp_path / "recipes" / recipes.SPARSE).read_text())
     small["attention"]["msa"] |= {"block_size": 16, "topk": 4}
     assert {*arms} - {*sparsify_ablations.ablations(small, 1, {})} == {
