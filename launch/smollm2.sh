@@ -82,7 +82,7 @@ retriever)
     needles=${found[0]%.idx}
     "$PYTHON" -m moba_train.tools.cli sparsify "$base" --data "$corpus/train" --data "$needles" --validation "$corpus/valid" \
         --length 32K --budget 4K --tokens 10M --seeds "${SEEDS:-3}" --jobs "${JOBS:-1}" --equal-seconds \
-        --output runs/retriever evaluation.needle.samples=8 \
+        --output runs/retriever evaluation.needle.samples=16 \
         "data.train=[{path: $corpus/train, min_length: 32K, weight: 0.8}, {path: $needles, weight: 0.2}]"
     "$PYTHON" -m benchmarks.sparsify_tables runs/retriever/summary.json --output runs/retriever/tables.json
     ;;
