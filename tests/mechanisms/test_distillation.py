@@ -222,13 +222,13 @@ def test_a_share_of_the_steps_trains_with_full_attention(alone: World, prefix: s
     assert not torch.allclose(full_step[name], sparse[name], rtol=1e-2)
 
 
-def test_a_gate_learns_in_a_step_with_full_attention(alone: World, prefix: str) -> None:
+def test_a_gate_learns_in_a_step_with_full_attention() -> None:
     objective = Distillation(DistillOptions(full_every=2))
     options = MsaKind.Options(block_size=8, topk=2)
     parts = [{"groups": [0], "kind": "msa", "options": options}, {"groups": [1], "kind": "moba"}]
     some = ByGroupKind.Options.model_validate({"parts": parts})
-    alone, groups = build_attention([LayerAttention("msa", options), LayerAttention("by_group", some)], 4)
-    warm, warm_groups = map(objective._full_step, (alone, groups))
+    layers = [LayerAttention("msa", options), LayerAttention("by_group", some)]
+    warm, warm_groups = map(objective._full_step, build_attention(layers, 4))
     assert isinstance(warm, MsaKind)
     assert warm.gate_options.mode == "warmup"
     assert isinstance(warm_groups, ByGroupKind)

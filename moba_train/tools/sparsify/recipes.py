@@ -253,7 +253,7 @@ def scorer_rate(kind: str) -> dict[str, float]:
 
 def selects(kind: str, size: int, topk: int) -> dict[str, Any]:
     """Options of the kind that selects."""
-    options = ideal(size, topk) if kind == "moba" else {"block_size": size, "topk": topk}
+    options: dict[str, Any] = ideal(size, topk) if kind == "moba" else {"block_size": size, "topk": topk}
     if warms_up(kind):
         options["kl_weight"] = _KL_WEIGHT
     if "index_keys" in ATTENTION_KINDS[kind].Options.model_fields:
