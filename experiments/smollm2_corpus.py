@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
-from experiments.equal_time import OTHER, WEIGHTS
+from experiments.smollm2 import OTHER, WEIGHTS
 from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.tools.text_tokenizer import TextTokenizer, load_text_tokenizer
 

@@ -139,11 +139,21 @@ def test_an_arm_that_is_timed_is_left_out_where_arms_share_a_gpu() -> None:
     ]
 
 
-def test_names_and_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("in_this_process")
+def test_names_and_options_that_do_not_go_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(corpus, "QUICK_TOKENS", 1 << 16)
     for arguments, said in (
         (["trailing", "f13"], "NAME: given f13; allowed: settings, scaling,"),
         ([], "NAME is needed; allowed: settings, scaling,"),
         (["trailing", "scaling", "--output", "x.json"], "--output: one file, but figures trailing, scaling were given"),
+        (["trailing", "--gpus", "-1"], "--gpus: given -1, torch"),
+        (["equal-time", "--seconds-per-arm", "0"], "--seconds-per-arm: given 0, allowed: at least 1"),
+        (
+            ["scaling", "trailing", "--quick", "--gpus", "0", "--arms", "full-*", "mooba-*"],
+            "--arms: given 'mooba-*', which",
+        ),
     ):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
