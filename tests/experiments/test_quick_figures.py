@@ -75,6 +75,7 @@ def test_figures_train_their_smallest_form_and_grow(
         ("scaling", ["moba-tiny"]),
         ("third-cliff-smaller-blocks", ["none-1", "all-1"]),
         ("third-cliff-lengths", ["last2-128k"]),
+        ("short-first", ["short-then-long"]),
         ("why-behind", ["long-moba", "long-window1280", "mixed-full"]),
         ("with-window", ["long-moba_window128"]),
         ("equal-time-rates", ["moba-64k"]),
