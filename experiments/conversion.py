@@ -31,13 +31,13 @@ from experiments.smollm2 import (
     SCORED,
     SPARSE,
     THETA,
+    asked,
     by_position,
     from_weights,
     mean,
     need_weights,
-    needle_keys,
+    needles,
     needles_found,
-    position_key,
     recipe,
     trailing,
 )
@@ -74,10 +74,12 @@ class Conversion(Figure):
         added = {needle_corpus(QUICK_LENGTH if quick else SEQ_LEN): SHARE}
         arms = [Arm(BASE, seed, _base(quick), added=added)]
         for name, attention in (QUICK if quick else ATTENTION).items():
-            asked = ["--attention", "full" if name == "full" else "both", "--tasks", "position_wise,needle"]
-            found = [position_key(SCORED // SEQ_LEN, quick), *needle_keys([8192, 16_384, SEQ_LEN], 8, quick)]
-            keys = [f"evaluation.{key}" for key in found]
-            arms.append(Arm(name, seed, _converted(attention, quick), {ANSWERS: [*asked, *keys]}, added, parent=BASE))
+            found = {
+                "position_wise": by_position(SCORED // SEQ_LEN, quick),
+                "needle": needles([8192, 16_384, SEQ_LEN], 8, quick),
+            }
+            last = {ANSWERS: asked("full" if name == "full" else "both", found)}
+            arms.append(Arm(name, seed, _converted(attention, quick), last, added, parent=BASE))
         return arms
 
     def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:
@@ -99,9 +101,9 @@ class Conversion(Figure):
         converted = [result for result in results if ANSWERS in result["evaluations"]]
         for name in dict.fromkeys(result["name"] for result in converted):
             own = [result for result in converted if result["name"] == name]
-            needles = [mean(own, functools.partial(found_in, mode=mode)) for mode in MODES]
+            shares = [mean(own, functools.partial(found_in, mode=mode)) for mode in MODES]
             losses = [mean(own, functools.partial(loss_in, mode=mode)) for mode in ("own", "full")]
-            rows.append([NAMES[name], keys_text(own[0]), mean(own, at_once), *needles, *losses, str(len(own))])
+            rows.append([NAMES[name], keys_text(own[0]), mean(own, at_once), *shares, *losses, str(len(own))])
         for base in (one for one in results if one["name"] == BASE):
             passed = "" if last_needle(base) >= BAR else ": FAILS"
             rows.append([f"**base, seed {base['seed']}{passed}**", "all", f"{last_needle(base):.2f}", *["–"] * 6])

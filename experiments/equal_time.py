@@ -38,19 +38,18 @@ from experiments.smollm2 import (
     SCORED,
     SPARSE,
     THETA,
+    asked,
     attention_of,
     batch_tokens,
     by_position,
     from_weights,
     mean,
     need_weights,
-    needle_keys,
+    needles,
     needles_found,
-    position_key,
     recipe,
     trailing,
 )
-from moba_train.config.base import format_count
 from moba_train.data.indexed import corpus_file
 from moba_train.errors import UserError
 
@@ -196,11 +195,11 @@ class EqualTime(Figure):
             own = [result for result in trained if result["name"] == name]
             losses = [mean(own, functools.partial(trailing, mode=mode)) for mode in ("full", "own")]
             gap = above(cells, name, _full(name))
-            needles = [mean(own, functools.partial(needles_found, mode=mode)) for mode in ("full", "own", "answers")]
+            shares = [mean(own, functools.partial(needles_found, mode=mode)) for mode in ("full", "own", "answers")]
             others = [mean(own, value) for value in (ruler_score, mass_recall)]
             losses.append(mean(own, other_domain))
             tokens = f"{own[0]['tokens'] / 1e6:.1f}M"
-            rows.append([name, tokens, losses[0], *gap, *losses[1:], *needles, *others, str(len(own))])
+            rows.append([name, tokens, losses[0], *gap, *losses[1:], *shares, *others, str(len(own))])
         return Finding(_verdicts(trained), rows)
 
     def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
@@ -240,16 +239,14 @@ class EqualTime(Figure):
             "position_wise": by_position(SCORED // 4 // seq_len, quick) | {"attention": "own"},
         }
         content = recipe(attention, stages, LR, quick, evaluation)
-        both = "full" if sparse is None else "both"
-        asked = [f"evaluation.{key}" for key in _answers(seq_len, quick)]
+        answers = _answers(seq_len, quick)
         found = {
-            ANSWERS: ["--attention", both, "--tasks", "position_wise,needle,ruler", *asked],
-            OTHER: ["--data", OTHER, "--attention", "full", "--tasks", "position_wise", asked[0]],
+            ANSWERS: asked("full" if sparse is None else "both", answers),
+            OTHER: asked("full", {"position_wise": answers["position_wise"]}, "--data", OTHER),
         }
         if kind == "moba":  # whose last stage has full attention, which has no gate
-            sequences = f"evaluation.gate_probe.sequences={1 if quick else 4}"
-            gates = "stages.1.attention.default=moba"
-            found[PROBE] = [gates, "--attention", "own", "--tasks", "gate_probe", sequences]
+            gates = {"gate_probe": {"sequences": 1 if quick else 4}}
+            found[PROBE] = asked("own", gates, "stages.1.attention.default=moba")
         return Arm(f"{kind}-{length}", seed, content, found, parent=BASE, is_timed=True)
 
     def _plan(
@@ -304,17 +301,17 @@ def _timed(name: str, seed: int, quick: bool) -> Arm:
     return Arm(name, seed, recipe(attention, [stage], LR, quick, {}), is_timed=True)
 
 
-def _answers(seq_len: int, quick: bool) -> list[str]:
-    """Overrides of the evaluations at the end, the loss by position first."""
+def _answers(seq_len: int, quick: bool) -> dict[str, dict[str, Any]]:
+    """The evaluations at the end."""
     halved = (seq_len >> halvings for halvings in range(4, -1, -1))
-    lengths = [length for length in halved if length > SELECTED_KEYS]
-    keys = [position_key(SCORED // seq_len, quick), *needle_keys(lengths, max(1, SCORED // 16 // seq_len), quick)]
+    ruler = {"tasks": ["niah_multikey_2", "vt", "niah_single_3"], "samples": SCORED // 4 // seq_len}
     if quick:
-        ruler = ["ruler.lengths=[2048]", "ruler.tasks=[niah_single_3]", "ruler.samples=1"]
-    else:
-        length = f"ruler.lengths=[{format_count(seq_len, 1024)}]"
-        ruler = [length, "ruler.tasks=[niah_multikey_2,vt,niah_single_3]", f"ruler.samples={SCORED // 4 // seq_len}"]
-    return [*keys, *ruler, "ruler.answer=full"]
+        ruler = {"tasks": ["niah_single_3"], "samples": 1}
+    return {
+        "position_wise": by_position(SCORED // seq_len, quick),
+        "needle": needles([length for length in halved if length > SELECTED_KEYS], SCORED // 16 // seq_len, quick),
+        "ruler": {**ruler, "lengths": [seq_len], "answer": "full"},
+    }
 
 
 def _kind(result: Result) -> str:
@@ -397,13 +394,13 @@ def _verdicts(results: Sequence[Result]) -> list[Verdict]:
         found += losses.judge(f"At {length.upper()}, MoBA, then full, {claim}", weights, -math.inf, high)
     moba, window = (f"{kind}-{MAIN}" for kind in ("moba", "window"))
     at = f"At {MAIN.upper()}, MoBA, then full,"
-    needles = [
+    shares = [
         Cell(one["name"], f"seed {one['seed']}", needles_found(one, "full"))
         for one in results
         if one["name"].endswith(f"-{MAIN}")
     ]
     claim = f"{at} finds at least 0.1 more of the needles than a window, then full"
-    found += compare(needles).judge(claim, {moba: 1.0, window: -1.0}, 0.1, math.inf)
+    found += compare(shares).judge(claim, {moba: 1.0, window: -1.0}, 0.1, math.inf)
     runs = [cell._replace(arm=mode) for mode in ("own", "full") for cell in _cells(results, mode) if cell.arm == moba]
     claim = f"{at} run with MoBA is within 0.02 of itself run with full attention"
     return found + compare(runs).judge(claim, {"own": 1.0, "full": -1.0}, -0.02, 0.02)

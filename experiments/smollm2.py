@@ -9,7 +9,6 @@ from typing import Any
 from experiments.corpus import Corpus
 from experiments.figure import Result
 from experiments.models import QUICK_SIZES, moba
-from moba_train.config.base import format_count
 from moba_train.errors import UserError
 
 BATCH_TOKENS = 131_072
@@ -93,18 +92,17 @@ def by_position(sequences: int, quick: bool) -> dict[str, int]:
     return {"bucket": 256, "sequences": 2} if quick else {"bucket": 2048, "sequences": sequences}
 
 
-def needle_keys(lengths: Sequence[int], samples: int, quick: bool) -> list[str]:
-    """Overrides of the needles, at nine depths of each length; none lies in the query's own block."""
+def needles(lengths: Sequence[int], samples: int, quick: bool) -> dict[str, Any]:
+    """Options of needles at nine depths of each length, none of which lies in the query's own block."""
     if quick:
-        return ["needle.lengths=[2048]", "needle.depths=[0,50]", "needle.samples=1", "needle.answer=full"]
-    texts = ",".join(format_count(length, 1024) for length in lengths)
-    depths = ",".join(str(11 * place) for place in range(9))
-    return [f"needle.lengths=[{texts}]", f"needle.depths=[{depths}]", f"needle.samples={samples}", "needle.answer=full"]
+        return {"lengths": [QUICK_LENGTH], "depths": [0, 50], "samples": 1, "answer": "full"}
+    return {"lengths": list(lengths), "depths": list(range(0, 99, 11)), "samples": samples, "answer": "full"}
 
 
-def position_key(sequences: int, quick: bool) -> str:
-    """Override of the loss by position."""
-    return f"position_wise={json.dumps(by_position(sequences, quick))}"
+def asked(attention: str, evaluations: Mapping[str, Mapping[str, Any]], *more: str) -> list[str]:
+    """Arguments of `moba-train eval` for evaluations with these options."""
+    options = [f"evaluation.{name}={json.dumps(one)}" for name, one in evaluations.items()]
+    return ["--attention", attention, "--tasks", ",".join(evaluations), *more, *options]
 
 
 def attention_of(names: Sequence[str], mode: str) -> str | None:
