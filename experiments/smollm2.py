@@ -46,7 +46,7 @@ QUICK_SPARSE: dict[str, dict[str, Any]] = {
     "moba": {**moba(64, 3), "full_layers": "last:1"},
     "window": {"default": "window", "window": {"window": 128, "sinks": 4}, "full_layers": "last:1"},
 }
-QUICK_LENGTH = 2048
+QUICK_LENGTH = 1024
 
 
 def batch_tokens(quick: bool) -> int:
