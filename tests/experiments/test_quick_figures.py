@@ -91,6 +91,11 @@ def test_smallest_forms_that_no_other_test_trains(name: str, arms: list[str], mo
     assert main([name, "--plot", "--output", f"runs/experiments/{name}-quick.json"]) == 0
 
 
+def test_every_figure_with_arms_of_its_own_is_named_by_a_test() -> None:
+    text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert [name for name, figure in FIGURES.items() if not figure.source and f'"{name}"' not in text] == []
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_a_call_ends_with_what_failed_and_what_is_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
