@@ -68,7 +68,7 @@ def run(case: Case, arguments: argparse.Namespace, others: list[Peer], dense: Me
         if peer.name in columns:
             continue
         limit = arguments.dense_up_to if peer.dense and arguments.dense_up_to is not None else peer.up_to
-        if case.tokens > limit or not (peer.dense or case.is_plain):
+        if case.tokens > limit or not (peer.dense or case.is_plain or case.inputs):
             continue
         key = (peer.name, *dense_key(row))
         if peer.dense and key in dense:
