@@ -109,7 +109,7 @@ class Case:
 
 
 def trained_inputs(file: Path, like: Sequence[Tensor]) -> list[Tensor]:
-    """q, k and v of the file's first tokens, as `like` in shape, dtype and device. Raises ValueError if they are not."""
+    """q, k and v of a file's first tokens, as `like` in shape, dtype and device. Raises ValueError if they are not."""
     found = load_file(file)
     inputs = [found[name][: len(x)].to(x) for name, x in zip("qkv", like, strict=True)]
     for name, got, x in zip("qkv", inputs, like, strict=True):

@@ -1,7 +1,7 @@
 """MoBA by FlexAttention: a block mask made from a selection, and the work that its tiles need.
 
-FlexAttention skips a tile of 128 queries by 128 keys if no query of the tile sees a key of it. MoBA's queries select one
-by one, so that a tile of queries needs the union of what its queries have selected.
+FlexAttention skips a tile of 128 queries by 128 keys if no query of the tile sees a key of it. MoBA's queries select
+one by one, so that a tile of queries needs the union of what its queries have selected.
 
 Shape suffixes: T tokens, N blocks, H query heads, C selected blocks, Q and K tiles of queries and of keys.
 """
