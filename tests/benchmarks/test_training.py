@@ -47,7 +47,6 @@ def options(tmp_path: Path, **other: Any) -> argparse.Namespace:
         ("128K:moba-512-8:full:cp2", {"batch_tokens": 131072}),
         ("8K:full:tp2:optim.lr=0.5", {"batch_tokens": 16384}),
         ("8K:full:lora4", {"batch_tokens": 16384}),
-        ("8K:torchtitan:memory-budget", {"batch_tokens": 16384}),
     ],
 )
 def test_a_row_is_a_valid_recipe_that_says_what_the_row_says(text: str, keys: dict[str, Any], tmp_path: Path) -> None:
@@ -98,7 +97,9 @@ def test_defaults_that_torchtitan_does_not_take_are_those_of_our_rows_alone() ->
     assert (ours.policy, ours.pp) == ("budget", 2)
     assert (theirs.policy, theirs.pp, theirs.tp, theirs.fp8, theirs.steps) == ("none", 1, 2, "rowwise", 9)
     assert parse_row("8K:torchtitan", Row(policy="full")).policy == "full"
-    assert parse_row("8K:torchtitan:memory-budget", Row()).policy == "memory_budget"
+    half = parse_row("8K:torchtitan:memory-budget", Row())
+    assert half.policy == "memory_budget"
+    assert half.recipe("tiny", Path("corpus"), Path("run"), 2, 1)["activation_checkpointing"] == "full"
     with pytest.raises(
         ValueError, match="memory-budget is of torchtitan alone; allowed: none, selective, full, budget"
     ):
