@@ -222,7 +222,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=1, help="launches of each row, all rows by turns")
     parser.add_argument("--row-seconds", type=float, default=240, help="time after which a row is given up")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="time after which no row begins")
-    parser.add_argument("--append", action="store_true", help="keep other rows of the result file")
+    parser.add_argument(
+        "--append", action="store_true", help="keep the rows of the result file, and rates of the same ones"
+    )
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     defaults = Row(**{name: getattr(arguments, name) for name in ("tp", "cp", "pp", "warm", "steps", "fp8", "policy")})
@@ -262,7 +264,7 @@ def run(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
                 print(f"{row.name}: not run, the {arguments.budget_seconds:.0f} s are over", flush=True)
                 continue
             result = measure(row, folder, arguments, min(left, arguments.row_seconds))
-            results[row.name] = result = repeated(results.get(row.name, {}) if turn else {}, result)
+            results[row.name] = result = repeated(results.get(row.name, {}), result)
             print(f"{row.name}: {result.get('error', 'done')} ({result['wall_s']:.0f} s)", flush=True)
             save(arguments.output, settings, results)
     print(f"\n{table(results)}", flush=True)

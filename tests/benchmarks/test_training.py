@@ -181,6 +181,10 @@ def test_rows_are_launched_by_turns_and_their_spread_is_told(
     assert result["of_launches"] == {"median": 400, "min": 100, "max": 600, "count": 3}
     assert "| `1K:full` | 1.000 | 400 (100 to 600) |" in capsys.readouterr().out
 
+    training.run(rows[:1], options(tmp_path, append=True))
+    result = json.loads(arguments.output.read_text())["results"]["1K:full"]
+    assert result["rates"] == [100, 400, 600, 800], "a sitting may be several calls"
+
 
 @pytest.mark.parametrize(
     ("changed", "told"), [([], ""), (["--layers", "16"], "layers None, not 16"), (["--gpus", "1"], "gpus 2, not 1")]
