@@ -1,4 +1,4 @@
-"""The check of the page of kernels' resources; the compilations that it compares take minutes (`.ci/run kernels`)."""
+"""The check of the page of kernels' resources; the compilations that it compares take minutes (`.ci/run resources`)."""
 
 from pathlib import Path
 
