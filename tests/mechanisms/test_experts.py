@@ -160,7 +160,7 @@ def test_biases_move_against_the_load_of_the_step_by_one_update_each() -> None:
     layer.balance.forget()
     for seed in (1, 2):  # two micro-batches
         counted(layer, drawn(30, HIDDEN, seed=seed), list(range(30)))
-    metrics = step.measure({4: layer}, layer.options, 5, torch.device("cpu"))
+    metrics = step.measure({4: layer}, layer.options, 5, torch.device("cpu"), 1)
     counts = layer.balance.counts(layer.bias.data_ptr())
     assert counts is not None
     load = counts[:EXPERTS]
@@ -187,9 +187,25 @@ def test_layers_share_one_balance_and_count_apart() -> None:
     for layer in layers.values():
         layer.balance = shared
         counted(layer, drawn(20, HIDDEN), list(range(20)))
-    metrics = step.measure(layers, options(layers=[0, 3]), 4, torch.device("cpu"))
-    assert {name for name in metrics if "layer" in name} == {"expert_load_max_layer_0", "expert_load_max_layer_3"}
+    metrics = step.measure(layers, options(layers=[0, 3]), 4, torch.device("cpu"), 1)
+    names = ("expert_load_layer", "expert_load_max_layer")
+    assert {name for name in metrics if "layer" in name} == {f"{name}_{layer}" for name in names for layer in layers}
     assert metrics["expert_load_max_layer_0"] != metrics["expert_load_max_layer_3"]
+
+
+def test_the_load_of_very_many_experts_is_in_every_hundredth_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = mixture(options())
+    counts, _ = counted(layer, drawn(20, HIDDEN), list(range(20)))
+    assert counts is not None
+
+    def loads(number: int) -> list[float] | None:
+        found = step.measure({0: layer}, layer.options, 1, torch.device("cpu"), number).get("expert_load_layer_0")
+        return None if found is None else found.tolist()
+
+    percent = (100 * EXPERTS * counts[:EXPERTS] / counts[:EXPERTS].sum()).round().tolist()
+    assert loads(1) == loads(100) == percent
+    monkeypatch.setattr(step, "MOST_LOADS", EXPERTS - 1)
+    assert (loads(99), loads(100)) == (None, percent)
 
 
 SHAPE = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "layers": 4, "heads": 2, "kv_heads": 2}

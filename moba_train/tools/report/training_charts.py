@@ -1,7 +1,7 @@
 """Charts of training: loss, throughput and MFU, learning rate, gradient norm, time of a step, data."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ _EVENTS = (
     ("resume", "restart", {"symbol": "circle-open", "size": 10, "color": "var(--ink)", "line": {"width": 2}}),
 )
 
+_LOADS = "expert_load_layer_"
 _FEWEST_SMOOTHED = 60
 """Logged steps from which on the loss is also drawn smoothed."""
 
@@ -120,6 +121,44 @@ def experts_chart(runs: Sequence[Shown]) -> list[Chart]:
     traces = _lines(runs, ("expert_load_max", "busiest", 1), ("expert_load_min", "least busy", 2, "dot"))
     layout = {"yaxis": {"title": "load / mean", "rangemode": "tozero"}}
     return _progress("experts", "Load of the experts", "Of all layers, over all ranks.", traces, runs, layout)
+
+
+def expert_maps(runs: Sequence[Shown]) -> list[Chart]:
+    """Load of each expert of each layer, at the last step whose record has them."""
+    return [_expert_map(run, *found[-1]) for run in runs if (found := [*_loads(run.history.metrics)])]
+
+
+def _loads(records: Sequence[Record]) -> Iterator[tuple[int, dict[int, list[float]]]]:
+    """(step, percent of the mean load of each expert, by layer) of the records that have them."""
+    for record in records:
+        given = {name.removeprefix(_LOADS): values for name, values in record.items() if name.startswith(_LOADS)}
+        loads = {
+            int(layer): values for layer, values in given.items() if layer.isdecimal() and isinstance(values, list)
+        }
+        numbers = [value for values in loads.values() for value in values]
+        if numbers and all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
+            yield record["step"], loads
+
+
+def _expert_map(run: Shown, step: int, loads: dict[int, list[float]]) -> Chart:
+    trace = {
+        "type": "heatmap",
+        "y": [f"layer {layer}" for layer in sorted(loads)],
+        "z": [[value / 100 for value in loads[layer]] for layer in sorted(loads)],
+        "zmin": 0,
+        "zmax": 2,
+        "colorscale": [[0, "var(--bad)"], [0.5, "var(--card)"], [1, "var(--c1)"]],
+        "hovertemplate": "%{y}, expert %{x}: %{z:.2f} of the mean<extra></extra>",
+        "colorbar": {"thickness": 10, "outlinewidth": 0, "len": 1},
+    }
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {"title": "expert", "showgrid": False, "tickformat": "d"},
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+    }
+    note = f"Over the mean of its layer, in step {step:,}; colours end at 0 and 2."
+    title = run.titled("Load of each expert")
+    return Chart(f"expert-load-{run.index}", title, note, [trace], layout, height=max(340, 110 + 14 * len(loads)))
 
 
 def step_time_chart(runs: Sequence[Shown]) -> list[Chart]:
