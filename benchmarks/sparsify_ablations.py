@@ -75,6 +75,7 @@ def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, An
     if len(recipe["stages"]) > 1:
         frozen = own | {"train_gate": False}
         found["frozen-scorer"] = [f"attention.{kind}.train_gate=false", *in_groups(kind, frozen)]
+        found["sparse-quarter"] = [f"stages.0.tokens={tokens - tokens // 4}", f"stages.1.tokens={tokens // 4}"]
         for name, other in (("qsa", 4), ("seer", 64)):
             section = recipes.selects(name, other, budget // other) | {"kl_weight": own["kl_weight"]}
             stages = json.dumps([recipe["stages"][0] | {"attention": recipes.in_full(name)}, last])

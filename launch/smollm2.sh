@@ -68,7 +68,7 @@ split)
 sparsify)
     "$PYTHON" -m moba_train.tools.cli sparsify "$folder/hf" --data "$folder/data/train" --validation "$folder/data/valid" \
         --length 32K --budget 4K --tokens 15M --seeds "${SEEDS:-3}" --jobs "${JOBS:-1}" --equal-seconds \
-        --output "$folder/sparse" evaluation.needle.samples=8
+        --output "$folder/sparse" evaluation.needle.samples=16
     "$PYTHON" -m benchmarks.sparsify_tables "$folder/sparse/summary.json" --output "$folder/sparsify.json"
     ;;
 gates)

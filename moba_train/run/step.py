@@ -88,13 +88,11 @@ class StepResult:
     numbers: dict[str, float]
     """`loss`, and `grad_norm`, the L2 norm of all gradients before clipping; on the host."""
     further: dict[str, Any]
-    """Further metrics, numbers or lists, on the host: norms of the gradients of each attention kind's layers, auxiliary
-    losses, and what feed-forwards measure."""
+    """Further metrics, numbers or lists: gradient norms by attention kind, auxiliary losses, loads of experts."""
 
     @staticmethod
     def read(losses: StepLosses, own_loss_sum: Tensor, grad_norm: Tensor, norms: dict[str, Tensor]) -> "StepResult":
-        """Waits once for the GPU, for all numbers together. `losses` and norms: over all ranks, float32, of at most one
-        dimension.
+        """Waits once for the GPU, for all numbers together. `losses` and norms: over all ranks, float32, [] or [n].
 
         What was read later would wait for the update as well, and the GPU then for the host.
         """

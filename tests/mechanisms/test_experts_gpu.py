@@ -13,6 +13,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.experts import products
 from moba_train.mechanisms.experts.exchange import named
 from moba_train.mechanisms.experts.experts import MixtureOfExperts
+from moba_train.mechanisms.experts.router import Router
 from moba_train.parallel.world import World
 from tests.mechanisms.experts_model import drawn, options
 from tests.run.tiny_run import Run
@@ -68,6 +69,30 @@ def test_grouped_products_in_bf16_are_those_of_the_loop_in_float32(
     looped = step(layer_on(device, torch.float32, **further), x.float())
     for got, want in zip(grouped, looped, strict=True):
         assert (got.float() - want).norm() <= 0.03 * want.norm()
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, 1])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_router_of_bf16_loses_nothing_before_its_gradients_are_rounded(device: str, experts: int) -> None:
+    """In float64, of the same numbers; one output is the gate of a shared expert."""
+    need(device)
+    router = Router(HIDDEN, experts, has_bias=True).to(device, torch.bfloat16)
+    with torch.no_grad():
+        for index, parameter in enumerate(router.parameters()):
+            parameter.copy_(drawn(*parameter.shape, seed=index))
+    x = drawn(TOKENS, HIDDEN).bfloat16().to(device).requires_grad_()
+    gradient = drawn(TOKENS, experts, seed=7).to(device)
+    logits = router(x, router.weight)
+    assert logits.dtype == torch.float32
+    logits.backward(gradient)
+    weight = router.weight.double()
+    assert router.bias is not None
+    torch.testing.assert_close(logits.double(), x.double() @ weight.T + router.bias.double(), rtol=1e-5, atol=1e-5)
+    half_step = torch.finfo(torch.bfloat16).eps / 2
+    wanted = gradient.double() @ weight, gradient.double().T @ x.double()
+    for of, want in zip((x, router.weight), wanted, strict=True):
+        assert of.grad is not None
+        torch.testing.assert_close(of.grad.double(), want, rtol=1.01 * half_step, atol=2e-4)
 
 
 @pytest.mark.parametrize("further", OPTIONS, ids=["SwiGLU", "clamped"])

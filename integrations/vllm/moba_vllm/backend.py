@@ -6,6 +6,7 @@ Shape suffixes: as in paged.py; Q all new tokens of a step.
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,10 +21,18 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, is_flash_attn_varlen_func_available
 from vllm.v1.kv_cache_interface import AttentionSpec, is_quantized_kv_cache
 
 from moba_vllm.layers import Moba, Window, decode_mode
-from moba_vllm.paged import PooledKeys, attend_from_many, attend_from_one, page_problem, text_rows
+from moba_vllm.paged import (
+    PagedAttention,
+    PooledKeys,
+    attend_from_many,
+    attend_from_one,
+    page_problem,
+    text_rows,
+)
 
 NAME = "CUSTOM"
 """The backend's name in vLLM: the one that all its releases have for backends of others."""
@@ -213,10 +222,11 @@ class MobaImpl(AttentionImpl[MobaMetadata]):
         page_size = kv_cache.shape[2]
         kv_cache[step.slots_Q // page_size, :, step.slots_Q % page_size] = torch.cat([k_QKd, v_QKd], -1)
         pooled = self._pool(kv_cache, step)
+        paged = _flash_attention(self.head_size, self.scale) if _reads_pages(kv_cache) else None
         for some in step.singles:
             table_RL = step.table_RL[some.requests_R]
             kind = self.kind if some.own or isinstance(self.kind, Window) else None
-            given = some.positions_R, some.longest, kind, pooled, self.scale
+            given = some.positions_R, some.longest, kind, pooled, self.scale, paged
             output[some.rows_R] = attend_from_one(q_QHd[some.rows_R], kv_cache, table_RL, *given)
         for text in step.texts:
             pages_L = step.table_RL[text.request]
@@ -236,3 +246,24 @@ class MobaImpl(AttentionImpl[MobaMetadata]):
         if len(blocks_M):
             self.pooled.update(kv_cache, step.table_RL, requests_M, blocks_M)
         return self.pooled
+
+
+def _reads_pages(kv_cache: Tensor) -> bool:
+    """True if vLLM's FlashAttention can read these pages: on a GPU, in 16 bits."""
+    return kv_cache.is_cuda and kv_cache.element_size() == 2 and is_flash_attn_varlen_func_available()
+
+
+@cache
+def _flash_attention(head_size: int, scale: float) -> PagedAttention:
+    """vLLM's own FlashAttention for one new token of each text."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # absent from the build for CPUs
+
+    version = get_flash_attn_version(head_size=head_size)
+
+    def attend(q_RHd: Tensor, k: Tensor, v: Tensor, table_RL: Tensor, lengths_R: Tensor, longest: int) -> Tensor:
+        edges = torch.arange(len(q_RHd) + 1, dtype=torch.int32, device=q_RHd.device)
+        texts = {"seqused_k": lengths_R.int(), "block_table": table_RL.int(), "fa_version": version}
+        out: Tensor = flash_attn_varlen_func(q_RHd, k, v, 1, edges, longest, softmax_scale=scale, **texts)
+        return out
+
+    return attend

@@ -1,4 +1,5 @@
-"""MoBA, windows and full attention on a paged cache, in plain PyTorch on any device, for texts of any lengths.
+"""MoBA, windows and full attention on a paged cache, in plain PyTorch on any device, for texts of any lengths;
+tokens are decoded by a kernel where there is one.
 
 Shape suffixes: R texts, T new tokens of one text, S all its tokens, L pages of a text, P tokens of a page, H query
 heads, K key/value heads, G = H / K, d head width, N blocks, B tokens of a block, M complete blocks of several texts,
@@ -6,6 +7,7 @@ C selected blocks, X heads that select (H, K or 1), J tokens that a query is giv
 head, r some of these.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,9 @@ from torch import Tensor
 
 from moba_vllm.layers import Moba, Window
 
+PagedAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"""Attention [R, H, d] of one token of each text to keys and values in pages: of (queries [R, H, d], keys and values
+[pages, P, K, d], which pages each text has [R, L], how many tokens there [R], and the largest of these)."""
 _ELEMENTS = 2**26
 """Scores, or elements of copied keys and values, in memory at a time."""
 
@@ -112,22 +117,24 @@ def attend_from_one(
     kind: Moba | Window | None,
     pooled: PooledKeys | None,
     scale: float,
+    paged: PagedAttention | None = None,
 ) -> Tensor:
-    """Attention [R, H, d] of one token of each text to copies of what it attends to; kind None: all tokens before.
+    """Attention [R, H, d] of one token of each text; kind None: to all tokens before.
 
     longest: tokens of the longest text, with the new one
+    paged: kernel that reads pages where they are; a window, or None: of copies of what a token attends to
     """
     heads, head_dim = q_RHd.shape[1:]
     kv_heads = cache_LKPe.shape[1]
     at_R11 = positions_R[:, None, None]
+    if paged is not None and kind is None:
+        k_LPKd, v_LPKd = cache_LKPe.transpose(1, 2).split(head_dim, -1)
+        return paged(q_RHd, k_LPKd, v_LPKd, table_RL, positions_R + 1, longest)
     if isinstance(kind, Moba):
         assert pooled is not None
-        own_R1 = positions_R[:, None] // kind.block_size
-        pooled_RNKd = pooled.read(table_RL, longest // kind.block_size)
-        history_RXC = select_blocks(q_RHd[:, None], pooled_RNKd, own_R1, kind)[:, :, 0]
-        own_RX1 = own_R1[:, None].expand(-1, history_RXC.shape[1], -1)
-        blocks_RXC = torch.cat([history_RXC, own_RX1], -1)
-        real_RXC = torch.cat([history_RXC != own_RX1, torch.ones_like(own_RX1, dtype=torch.bool)], -1)
+        blocks_RXC, real_RXC = _blocks_of_one(q_RHd, table_RL, positions_R, longest, kind, pooled)
+        if paged is not None:
+            return _attend_by_pages(q_RHd, cache_LKPe, table_RL, positions_R, blocks_RXC, real_RXC, kind, paged)
         tokens_RXCB = blocks_RXC[..., None] * kind.block_size + torch.arange(kind.block_size, device=q_RHd.device)
         tokens_RXJ = tokens_RXCB.flatten(2)
         seen_RXJ = real_RXC.repeat_interleave(kind.block_size, -1) & (tokens_RXJ <= at_R11)
@@ -158,6 +165,49 @@ def attend_from_one(
         out = F.scaled_dot_product_attention(q_rYgd, k_rYJd, v_rYJd, seen_rX1J, scale=scale)
         out_RHd[part] = out.flatten(1, 2)
     return out_RHd
+
+
+def _blocks_of_one(
+    q_RHd: Tensor, table_RL: Tensor, positions_R: Tensor, longest: int, moba: Moba, pooled: PooledKeys
+) -> tuple[Tensor, Tensor]:
+    """Ids of the blocks that one token of each text attends to, its own last, and which of them count, both
+    [R, X, C + 1]."""
+    own_R1 = positions_R[:, None] // moba.block_size
+    pooled_RNKd = pooled.read(table_RL, longest // moba.block_size)
+    history_RXC = select_blocks(q_RHd[:, None], pooled_RNKd, own_R1, moba)[:, :, 0]
+    own_RX1 = own_R1[:, None].expand(-1, history_RXC.shape[1], -1)
+    real_RXC = torch.cat([history_RXC != own_RX1, torch.ones_like(own_RX1, dtype=torch.bool)], -1)
+    return torch.cat([history_RXC, own_RX1], -1), real_RXC
+
+
+def _attend_by_pages(
+    q_RHd: Tensor,
+    cache_LKPe: Tensor,
+    table_RL: Tensor,
+    positions_R: Tensor,
+    blocks_RXC: Tensor,
+    real_RXC: Tensor,
+    moba: Moba,
+    paged: PagedAttention,
+) -> Tensor:
+    """Attention to these blocks. For the kernel each selecting head is a text of its own, with one key/value head and
+    the pages of its blocks: those before its own first, as they are full, then its own up to the new token."""
+    pages, kv_heads, page_size, width = cache_LKPe.shape
+    selecting = blocks_RXC.shape[1]
+    unit = min(page_size, moba.block_size)  # of a page, or of a block
+    order_RXC = real_RXC.int().argsort(dim=-1, descending=True, stable=True)  # those that count first
+    starts_U = torch.arange(0, moba.block_size, unit, device=q_RHd.device)
+    tokens_RXY = (blocks_RXC.gather(-1, order_RXC)[..., None] * moba.block_size + starts_U).flatten(2)
+    tokens_RXY = tokens_RXY.clamp(max=table_RL.shape[1] * page_size - unit)  # behind the text, where nothing is read
+    pages_RXY = table_RL.gather(1, (tokens_RXY // page_size).flatten(1)).view_as(tokens_RXY)
+    kv_head_X1 = torch.arange(selecting, device=q_RHd.device)[:, None] // (selecting // kv_heads)
+    units_RXY = (pages_RXY * kv_heads + kv_head_X1) * (page_size // unit) + tokens_RXY % page_size // unit
+    kv = cache_LKPe.view(pages * kv_heads * (page_size // unit), unit, 1, width)
+    lengths_RX = (real_RXC.sum(-1) - 1) * moba.block_size + (positions_R % moba.block_size + 1)[:, None]
+    q = q_RHd.unflatten(1, (selecting, -1)).flatten(0, 1)
+    most = blocks_RXC.shape[-1] * moba.block_size
+    out = paged(q, *kv.split(width // 2, -1), units_RXY.flatten(0, 1), lengths_RX.flatten(), most)
+    return out.view_as(q_RHd)
 
 
 def attend_from_many(

@@ -96,8 +96,10 @@ class BlockKernel:
     scale: float
 
     def attend_diagonal(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> tuple[Tensor, Tensor]:
-        """(out [T, H, D], lse [H, T]) over the diagonal blocks."""
-        return self.kernel.forward(q_THD, k_SKD, v_SKD, self.diagonal, self.scale)
+        """(out [T, H, D], contiguous, lse [H, T]) over the diagonal blocks."""
+        # FlashAttention-2's out has the memory order of q, and results are joined into it row by row.
+        out_THD, lse_HT = self.kernel.forward(q_THD, k_SKD, v_SKD, self.diagonal, self.scale)
+        return out_THD.contiguous(), lse_HT
 
 
 class Join(Protocol):

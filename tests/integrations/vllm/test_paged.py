@@ -5,8 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from moba_vllm.layers import Moba, Window, decode_mode, layer_attention
-from moba_vllm.paged import PooledKeys, _kernels, attend_from_many, attend_from_one, page_problem, text_rows
+from moba_vllm.paged import (
+    PagedAttention,
+    PooledKeys,
+    _kernels,
+    attend_from_many,
+    attend_from_one,
+    page_problem,
+    text_rows,
+)
 from torch import Tensor
 
 from moba_train.attention.full import FullAttention
@@ -90,13 +99,13 @@ class Layer:
         pooled = self.pooled.read(self.table[text][None], after // self.pooled.block_size)[0] if self.pooled else None
         return attend_from_many(self.texts[text][0][after - tokens : after], kv, pooled, self.kind, self.scale)
 
-    def decode(self) -> Tensor:
+    def decode(self, paged: PagedAttention | None = None) -> Tensor:
         """Attention of the next token of every text."""
         for text in range(len(self.texts)):
             self.add(text, 1)
         positions = torch.tensor(self.done, device=self.cache.device) - 1
         queries = torch.stack([q[at] for (q, _, _), at in zip(self.texts, positions.tolist(), strict=True)])
-        given = positions, max(self.done), self.kind, self.pooled, self.scale
+        given = positions, max(self.done), self.kind, self.pooled, self.scale, paged
         return attend_from_one(queries, self.cache, self.table, *given)
 
     def expected(self, text: int) -> Tensor:
@@ -106,6 +115,17 @@ class Layer:
         attention = ours(self.kind, q.shape[-1])
         selection = attention.select(q, attention.summarize(k, layout), layout)
         return attention.attend(q, k, v, layout, selection)[0]
+
+
+def read_pages(q_RHd: Tensor, k: Tensor, v: Tensor, table_RL: Tensor, lengths_R: Tensor, longest: int) -> Tensor:
+    """What FlashAttention does with pages, a text at a time; its scale is that of the width."""
+    assert lengths_R.max() <= longest
+    rows = []
+    for q_Hd, pages_L, length in zip(q_RHd, table_RL.long(), lengths_R.tolist(), strict=True):
+        used = pages_L[: -(-length // k.shape[1])]
+        given = (x[used].flatten(0, 1)[:length].transpose(0, 1) for x in (k, v))
+        rows.append(F.scaled_dot_product_attention(q_Hd[:, None], *given, enable_gqa=True)[:, 0])
+    return torch.stack(rows)
 
 
 @pytest.fixture
@@ -129,17 +149,23 @@ def test_any_chunks_are_one_pass(
         equal(torch.cat(found), layer.expected(text))
 
 
+@pytest.mark.parametrize("paged", [None, read_pages], ids=["copies", "pages"])
 @pytest.mark.parametrize(("kind", "page_size"), KINDS)
 def test_decoding_together_is_one_pass(
-    kind: Moba | Window | None, page_size: int, equal: Callable[[Tensor, Tensor], None], monkeypatch: pytest.MonkeyPatch
+    kind: Moba | Window | None,
+    page_size: int,
+    paged: PagedAttention | None,
+    equal: Callable[[Tensor, Tensor], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Texts of different lengths, a token of each at a time, with fewer texts in memory at once than there are."""
+    """Texts of different lengths, a token of each at a time: of copies, with fewer texts in memory at once than there
+    are, and of the pages themselves."""
     monkeypatch.setattr("moba_vllm.paged._ELEMENTS", 2 * HEADS * 8 * 150 * 2)
     layer = Layer([100, 41, 150], kind, page_size)
     for text, prompt in enumerate((59, 0, 109)):
         if prompt:
             layer.read(text, prompt)
-    steps = torch.stack([layer.decode() for _ in range(41)])
+    steps = torch.stack([layer.decode(paged) for _ in range(41)])
     for text in range(3):
         equal(steps[:, text], layer.expected(text)[-41:])
 
@@ -182,6 +208,21 @@ def test_kernels_and_plain_pytorch_on_a_gpu(kernels: bool, monkeypatch: pytest.M
         assert difference.median() < 0.001 < 0.02 < expected.std()
         assert (difference > 0.02).float().mean() < 0.01  # a block that fits equally well
     decoded = layer.decode()
+    for text, tokens in enumerate(layer.done):
+        assert (decoded[text] - layer.expected(text)[tokens - 1]).abs().median() < 0.001
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "page_size"), [(Moba(128, 4), 64), (Moba(64, 6, "group"), 128), (None, 512)], ids=["head", "group", "full"]
+)
+def test_flash_attention_reads_the_pages(kind: Moba | None, page_size: int) -> None:
+    """vLLM's own, up to rounding in bfloat16."""
+    backend = pytest.importorskip("moba_vllm.backend")
+    layer = Layer([900, 2100], kind, page_size, width=64, device="cuda", dtype=torch.bfloat16)
+    for text, tokens in enumerate((831, 2047)):
+        layer.read(text, tokens)
+    decoded = layer.decode(backend._flash_attention(64, layer.scale))
     for text, tokens in enumerate(layer.done):
         assert (decoded[text] - layer.expected(text)[tokens - 1]).abs().median() < 0.001
 

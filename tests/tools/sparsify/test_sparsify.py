@@ -173,7 +173,7 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
         (tmp_path / "recipes" / recipes.CALIBRATED).write_text(yaml.safe_dump({"attention": fragment}))
     recipe = tmp_path / "recipes" / "sparse.yaml"
     arms = sparsify_ablations.arms_of(tmp_path)
-    assert len(arms) == 16
+    assert len(arms) == 17
     for name, overrides in arms.items():
         config = load_config(recipe, overrides)
         run = resolve(config, WorldSize(1, 1))
