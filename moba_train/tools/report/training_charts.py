@@ -1,6 +1,7 @@
 """Charts of training: loss, throughput and MFU, learning rate, gradient norm, time of a step, data."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ _EVENTS = (
     ("resume", "restart", {"symbol": "circle-open", "size": 10, "color": "var(--ink)", "line": {"width": 2}}),
 )
 
-_LOADS = "expert_load_layer_"
+_LOADS = re.compile("expert_load_layer_([0-9]{1,6})")
 _FEWEST_SMOOTHED = 60
 """Logged steps from which on the loss is also drawn smoothed."""
 
@@ -131,12 +132,10 @@ def expert_maps(runs: Sequence[Shown]) -> list[Chart]:
 def _loads(records: Sequence[Record]) -> Iterator[tuple[int, dict[int, list[float]]]]:
     """(step, percent of the mean load of each expert, by layer) of the records that have them."""
     for record in records:
-        given = {name.removeprefix(_LOADS): values for name, values in record.items() if name.startswith(_LOADS)}
-        loads = {
-            int(layer): values for layer, values in given.items() if layer.isdecimal() and isinstance(values, list)
-        }
+        matches = ((_LOADS.fullmatch(name), values) for name, values in record.items() if isinstance(values, list))
+        loads = {int(match[1]): values for match, values in matches if match is not None}
         numbers = [value for values in loads.values() for value in values]
-        if numbers and all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
+        if numbers and all(isinstance(value, float) and math.isfinite(value) for value in numbers):
             yield record["step"], loads
 
 
