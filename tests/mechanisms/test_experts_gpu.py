@@ -132,7 +132,9 @@ def test_compiled_shared_experts_compute_while_rows_travel(device: str, alone: W
     """Compiled code orders as it likes what does not depend on each other: it computed them after all transfers."""
     need(device)
     layer = layer_on(device, torch.bfloat16)
-    layer.ep_group = named(dist.group.WORLD)
+    group = dist.group.WORLD
+    assert group is not None
+    layer.ep_group = named(group)
     layer.compile(fullgraph=True, dynamic=False)
     x = drawn(TOKENS, HIDDEN).bfloat16().to(device)
     with torch.no_grad():
