@@ -236,6 +236,7 @@ def run(row: Row, model: ModelConfig, tokens: int, device: torch.device, timed: 
     try:
         layer = MechanismLayer(row, model, tokens, device)
         result["parameters"] = layer.parameter_count()
+        result["pairs"] = layer.kind.costs(model).pairs([tokens])
         if in_training:
             result["forward_only"] = "; ".join(in_training)
             return result | timed(layer.inference, None)

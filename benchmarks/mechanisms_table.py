@@ -34,6 +34,8 @@ def compared(result: Result, others: Sequence[Result]) -> Result:
     times = "both_ms" if "both_ms" in result else "forward_ms"
     if times in result:
         found["time_ratio"] = result[times]["median"] / full[times]["median"]
+        if result.get("pairs") and full.get("pairs"):  # 1: as fast as full attention for each pair of query and key
+            found["time_per_pair"] = found["time_ratio"] * full["pairs"] / result["pairs"]
     if "both_ms" in result and result.get("peak_gib") and full.get("peak_gib"):
         found["memory_ratio"] = result["peak_gib"] / full["peak_gib"]
     flags = ["slower than full attention"] if found.get("time_ratio", 0) > 1 else []

@@ -32,7 +32,7 @@ from experiments.registry import FIGURES, trained
 from experiments.results import read_results
 from experiments.schedule import Outcome, gpus_for, run_arms
 from experiments.stop import is_asked, stoppable
-from experiments.work import Work
+from experiments.work import Work, asked_for
 from moba_train.errors import UserError
 
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return max(_plot(figure, given) for figure in figures)
     if given.arms_per_gpu < 1:
         parser.error(f"--arms-per-gpu: given {given.arms_per_gpu}, allowed: at least 1")
-    if given.gpus > torch.cuda.device_count():
+    if not 0 <= given.gpus <= torch.cuda.device_count():
         parser.error(f"--gpus: given {given.gpus}, torch {torch.__version__} finds {torch.cuda.device_count()}")
     try:
         return _run(figures, given)
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--arms-per-gpu", type=int, default=1, help="arms that share a GPU; times then say little; 1")
     parser.add_argument("--seconds", type=float, default=540, help="no arm begins that would not end by then; 540")
     parser.add_argument(
-        "--seconds-per-arm", type=int, help="training seconds of each arm of a figure of equal times; default: 1200"
+        "--seconds-per-arm", type=int, help="training seconds of each arm of a figure of equal times; default: 240"
     )
     parser.add_argument("--corpus", type=Path, default=Path("data/long"), help="folder of the tokenised corpora")
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"), help="folder of the trainer's runs")
@@ -108,6 +108,10 @@ def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
     deadline = time.monotonic() + given.seconds
     estimates = Estimates(_finished(figures, given))
     works = {one.name: _work(one, given, estimates) for one in dict.fromkeys(map(trained, figures))}
+    for pattern in given.arms or ():
+        if not any(asked_for(work.arms, [pattern]) for work in works.values()):
+            known = dict.fromkeys(arm.name for work in works.values() for arm in work.arms)
+            raise UserError(f"--arms: given {pattern!r}, which no arm of these seeds is; there are {', '.join(known)}")
     owners = {id(arm): work for work in works.values() for arm in work.needed}
     arms = [arm for work in works.values() for arm in work.needed]
     if given.longest_first:

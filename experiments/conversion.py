@@ -7,8 +7,7 @@ the MoBA paper: the text read with its own attention, question and answer with f
 
 import functools
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,40 +16,46 @@ from matplotlib.figure import Figure as Canvas
 from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, spread
 from experiments.comparison import Cell, Verdict, compare
 from experiments.corpus import Corpus
-from experiments.equal_time import (
-    ANSWERS,
-    FULL_ATTENTION,
-    QUICK_LENGTH,
-    SMOLLM2,
-    THETA,
-    WEIGHTS,
-    needles_found,
-    trailing,
-)
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.models import QUICK_SIZES, moba
+from experiments.models import moba
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
 from experiments.readings import keys_text, last_stage
-from moba_train.errors import UserError
+from experiments.smollm2 import (
+    ANSWERS,
+    BASE_LR,
+    BATCH_TOKENS,
+    FULL_ATTENTION,
+    LR,
+    QUICK_LENGTH,
+    QUICK_SPARSE,
+    SCORED,
+    SPARSE,
+    THETA,
+    asked,
+    by_position,
+    from_weights,
+    mean,
+    need_weights,
+    needles,
+    needles_found,
+    recipe,
+    trailing,
+)
 
 SEQ_LEN = 32_768
-BATCH_TOKENS = 131_072
 BASE = "base"
 ROPE_TOKENS = 4_194_304
-MOST_TOKENS = 67_108_864
+MOST_TOKENS = 33_554_432
 CONVERSION_TOKENS = 8_388_608
 BAR = 0.9
 """Share of needles that the base has to find with full attention before anything is converted."""
 ATTENTION: dict[str, dict[str, Any]] = {
     "full": FULL_ATTENTION,
-    "moba-128": {**moba(128, 16), "full_layers": "last:3"},
+    "moba-128": SPARSE["moba"],
     "moba-512": {**moba(512, 4), "full_layers": "last:3"},
-    "window": {"default": "window", "window": {"window": 2048, "sinks": 64}, "full_layers": "last:3"},
+    "window": SPARSE["window"],
 }
-QUICK: dict[str, dict[str, Any]] = {
-    "full": FULL_ATTENTION,
-    "moba-128": {**moba(64, 3), "full_layers": "last:1"},
-}
+QUICK: dict[str, dict[str, Any]] = {"full": FULL_ATTENTION, "moba-128": QUICK_SPARSE["moba"]}
 NAMES = {"full": "full attention", "moba-128": "MoBA 128/16", "moba-512": "MoBA 512/4", "window": "window of 2,048"}
 MODES = {"own": "own", "answers": "text own, answer full", "full": "full"}
 _COLOURS = dict(zip(MODES, (MOBA, BLUE, FULL), strict=True))
@@ -69,15 +74,18 @@ class Conversion(Figure):
         added = {needle_corpus(QUICK_LENGTH if quick else SEQ_LEN): SHARE}
         arms = [Arm(BASE, seed, _base(quick), added=added)]
         for name, attention in (QUICK if quick else ATTENTION).items():
-            asked = ["--attention", "full" if name == "full" else "both", "--tasks", "position_wise,needle"]
-            keys = [f"evaluation.{key}" for key in _answers(quick)]
-            arms.append(Arm(name, seed, _converted(attention, quick), {ANSWERS: [*asked, *keys]}, added, parent=BASE))
+            found = {
+                "position_wise": by_position(SCORED // SEQ_LEN, quick),
+                "needle": needles([8192, 16_384, SEQ_LEN], 8, quick),
+            }
+            last = {ANSWERS: asked("full" if name == "full" else "both", found)}
+            arms.append(Arm(name, seed, _converted(attention, quick), last, added, parent=BASE))
         return arms
 
     def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:
         """Documents with hidden numbers. Raises UserError where the corpus' folder lacks the weights."""
-        if not quick and not (corpus.folder / WEIGHTS / "config.json").is_file():
-            raise UserError(f"{corpus.folder / WEIGHTS}: no weights; experiments/README.md says how they get there")
+        if not quick:
+            need_weights(corpus)
         length, tokens = (QUICK_LENGTH, 1 << 15) if quick else (SEQ_LEN, int(SHARE * MOST_TOKENS))
         write_needles(corpus, folder, length, tokens)
 
@@ -93,9 +101,9 @@ class Conversion(Figure):
         converted = [result for result in results if ANSWERS in result["evaluations"]]
         for name in dict.fromkeys(result["name"] for result in converted):
             own = [result for result in converted if result["name"] == name]
-            needles = [_mean(own, functools.partial(found_in, mode=mode)) for mode in MODES]
-            losses = [_mean(own, functools.partial(loss_in, mode=mode)) for mode in ("own", "full")]
-            rows.append([NAMES[name], keys_text(own[0]), _mean(own, at_once), *needles, *losses, str(len(own))])
+            shares = [mean(own, functools.partial(found_in, mode=mode)) for mode in MODES]
+            losses = [mean(own, functools.partial(loss_in, mode=mode)) for mode in ("own", "full")]
+            rows.append([NAMES[name], keys_text(own[0]), mean(own, at_once), *shares, *losses, str(len(own))])
         for base in (one for one in results if one["name"] == BASE):
             passed = "" if last_needle(base) >= BAR else ": FAILS"
             rows.append([f"**base, seed {base['seed']}{passed}**", "all", f"{last_needle(base):.2f}", *["–"] * 6])
@@ -132,52 +140,31 @@ def _base(quick: bool) -> dict[str, Any]:
     }
     until = {"metric": "needle", "at_least": BAR, "max_tokens": 4 * seq_len if quick else MOST_TOKENS}
     long = {"name": "long", "seq_len": seq_len, "tokens": 2 * seq_len if quick else BATCH_TOKENS * 64, "until": until}
-    content = _recipe(FULL_ATTENTION, [{**short, "rope": rope}, {**long, "rope": rope}], 3e-4, quick)
-    content["optim"]["schedule"] = {"kind": "constant"}
-    content["deterministic"] = True  # the same weights wherever the base is trained again
-    return content | ({} if quick else {"init_from": WEIGHTS})
+    stages = [{**short, "rope": rope}, {**long, "rope": rope}]
+    content = from_weights(recipe(FULL_ATTENTION, stages, BASE_LR, quick, _evaluation(quick)), quick)
+    content["optim"]["schedule"]["kind"] = "constant"
+    return content
 
 
 def _converted(attention: Mapping[str, Any], quick: bool) -> dict[str, Any]:
     seq_len = QUICK_LENGTH if quick else SEQ_LEN
     stage = {"name": "convert", "seq_len": seq_len, "tokens": 2 * seq_len if quick else CONVERSION_TOKENS}
-    content = _recipe(attention, [stage], 1e-4, quick)
-    content["model"] |= {"rope": {"theta": THETA}}
-    content["evaluation"] |= {"at_start": True}
-    return content
+    return recipe(attention, [stage], LR, quick, _evaluation(quick) | {"at_start": True})
 
 
-def _recipe(attention: Mapping[str, Any], stages: Sequence[Any], rate: float, quick: bool) -> dict[str, Any]:
-    tokens = stages[-1]["tokens"]
+def _evaluation(quick: bool) -> dict[str, Any]:
+    """The evaluations while an arm is trained."""
     needle = (
         {"lengths": [QUICK_LENGTH], "depths": [0, 50], "samples": 1}
         if quick
         else {"depths": [0, 25, 50, 75], "samples": 4}
     )
-    position = {"bucket": 256 if quick else 2048, "sequences": 2 if quick else 16, "attention": "own"}
     return {
-        "model": {**QUICK_SIZES["small"], "tie_embeddings": True} if quick else dict(SMOLLM2),
-        "attention": dict(attention),
-        "data": {"train": [{"path": "train"} if quick else {"path": "train", "min_length": SEQ_LEN}]},
-        "batch_tokens": 2 * QUICK_LENGTH if quick else BATCH_TOKENS,
-        "stages": list(stages),
-        "optim": {"lr": rate, "schedule": {"kind": "cosine", "warmup_tokens": tokens // 20}},
-        "evaluation": {
-            "every": 1 if quick else 32,
-            "sequences": 2 if quick else 8,
-            "position_wise": position,
-            "needle": {**needle, "attention": "own"},
-        },
+        "every": 1 if quick else 32,
+        "sequences": 2,
+        "position_wise": by_position(8, quick) | {"attention": "own"},
+        "needle": {**needle, "attention": "own"},
     }
-
-
-def _answers(quick: bool) -> list[str]:
-    """Keys of the evaluations at the end."""
-    if quick:
-        return ["position_wise={bucket: 256, sequences: 2}", "needle.answer=full"]
-    depths = ",".join(str(11 * place) for place in range(9))  # none of which lies in the query's own block
-    needle = ["needle.lengths=[8K,16K,32K]", f"needle.depths=[{depths}]", "needle.samples=8", "needle.answer=full"]
-    return ["position_wise={bucket: 2048, sequences: 64}", *needle]
 
 
 def last_needle(result: Result) -> float:
@@ -198,10 +185,6 @@ def found_in(result: Result, mode: str) -> float:
 def loss_in(result: Result, mode: str) -> float:
     """Trailing loss after the conversion, likewise."""
     return trailing(result, "full" if result["name"] == "full" else mode)
-
-
-def _mean(results: Sequence[Result], value: Callable[[Result], float]) -> str:
-    return f"{statistics.mean(map(value, results)):.4f}"
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:

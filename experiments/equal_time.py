@@ -15,7 +15,7 @@ import functools
 import math
 import shutil
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,64 +23,58 @@ import torch
 from matplotlib.figure import Figure as Canvas
 
 from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, band, spread, zero_line
-from experiments.comparison import Cell, Verdict, above, compare
+from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.models import QUICK_SIZES, moba
 from experiments.results import read_results
-from moba_train.config.base import format_count
+from experiments.smollm2 import (
+    ANSWERS,
+    BASE_LR,
+    FULL_ATTENTION,
+    LR,
+    OTHER,
+    QUICK_LENGTH,
+    QUICK_SPARSE,
+    SCORED,
+    SPARSE,
+    THETA,
+    asked,
+    attention_of,
+    batch_tokens,
+    by_position,
+    from_weights,
+    mean,
+    need_weights,
+    needles,
+    needles_found,
+    recipe,
+    trailing,
+)
 from moba_train.data.indexed import corpus_file
 from moba_train.errors import UserError
 
+SECONDS = 240
+"""Training seconds of an arm: all arms of a seed are then trained and evaluated in 20 minutes of four GPUs."""
 LENGTHS = {"32k": 32_768, "64k": 65_536, "128k": 131_072}
 MAIN = "64k"
 SHORT = 8192
-BATCH_TOKENS = 131_072
 BASE = "base"
 BASE_TOKENS = 4_194_304
 SPARSE_SHARE = 0.88
 SHORT_SHARE = 0.6
 """Shares of an arm's time: with sparse attention, and at the short length."""
+SELECTED_KEYS = 2048
+"""Keys of MoBA 128/16, which is full attention in shorter texts: no needle is hidden in these."""
 SEEDS = (0, 1, 2)
 OTHER_SEEDS = (0, 1)
 """Seeds at 64K, and at the other lengths."""
-WEIGHTS = "weights"
-"""Folder of the corpus' with SmolLM2-135M in Hugging Face's format."""
-OTHER = "other"
-"""Corpus of a held-out domain that is not trained on."""
-ANSWERS = "answers"
 PROBE = "probe"
-"""Evaluations of the last checkpoint, by name, and `OTHER`."""
-THETA = 4.0e6
-"""RoPE's base in all arms; the published weights have 1e5."""
-RATE_STEPS = 24
-SHORT_ARM = 600
-"""Seconds below which an arm is evaluated with fewer samples, so that both fit into ten minutes."""
-SMOLLM2: dict[str, Any] = {
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "layers": 30,
-    "heads": 9,
-    "kv_heads": 3,
-    "rope": {"theta": 100_000.0},
-    "norm_eps": 1.0e-5,
-    "tie_embeddings": True,
-}
-FULL_ATTENTION: dict[str, Any] = {"default": "full"}
-SPARSE: dict[str, dict[str, Any]] = {
-    "moba": {**moba(128, 16), "full_layers": "last:3"},
-    "window": {"default": "window", "window": {"window": 2048, "sinks": 64}, "full_layers": "last:3"},
-}
-QUICK_SPARSE: dict[str, dict[str, Any]] = {
-    "moba": {**moba(64, 3), "full_layers": "last:1"},
-    "window": {"default": "window", "window": {"window": 128, "sinks": 4}, "full_layers": "last:1"},
-}
-QUICK_LENGTH = 2048
+"""Evaluation of the last checkpoint, next to `ANSWERS` and `OTHER`."""
+RATE_STEPS = 12
 NAMES = {"full": "full throughout", "moba": "MoBA, then full", "window": "window, then full", "short": "8K first"}
 _COLOURS = {"full": FULL, "moba": MOBA, "window": GREEN, "short": BLUE}
 NOMINAL_RATES = {
-    **{"full-8k": 160e3, "full-32k": 75e3, "full-64k": 41e3, "full-128k": 22e3},
+    **{"full-8k": 160e3, "full-32k": 74e3, "full-64k": 41e3, "full-128k": 22e3},
     **{"moba-32k": 100e3, "moba-64k": 92e3, "moba-128k": 80e3, "window-64k": 100e3},
 }
 """Tokens a second, for lists and estimates before rates are measured; no arm runs with them."""
@@ -88,7 +82,7 @@ _RATES = Path(__file__).parent / "results" / "equal-time-rates.json"
 
 
 class EqualTimeRates(Figure):
-    """Tokens a second of the stages of `equal-time`, one after the other on one GPU."""
+    """Tokens a second of the stages of `equal-time`, each alone on its GPU."""
 
     name = "equal-time-rates"
     corpus: ClassVar[str] = "data/smollm2-long"
@@ -133,11 +127,13 @@ class EqualTime(Figure):
     corpus: ClassVar[str] = "data/smollm2-long"
     title = "F13. From which length MoBA pays in time"
     seeds: ClassVar[tuple[int, ...]] = SEEDS
-    seconds_per_arm: int = 1200
+    seconds_per_arm: int = SECONDS
     """Training seconds of an arm by the measured rates. Results of different settings are not mixed."""
 
     def with_seconds_per_arm(self, seconds: int) -> "EqualTime":
-        """The figure with arms of this length."""
+        """The figure with arms of this length. Raises UserError for one that is not positive."""
+        if seconds < 1:
+            raise UserError(f"--seconds-per-arm: given {seconds}, allowed: at least 1")
         return dataclasses.replace(self, seconds_per_arm=seconds)
 
     def settings(self, quick: bool) -> dict[str, Any]:
@@ -166,8 +162,7 @@ class EqualTime(Figure):
             for suffix in ("bin", "idx"):
                 shutil.copy(corpus_file(corpus.find("valid"), suffix), corpus_file(folder / OTHER, suffix))
             return
-        if not (corpus.folder / WEIGHTS / "config.json").is_file():
-            raise UserError(f"{corpus.folder / WEIGHTS}: no weights; experiments/README.md says how they get there")
+        need_weights(corpus)
         corpus.find(OTHER)
         here = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
         measured = {result["name"]: result["device"] for result in read_results(_RATES)}
@@ -179,33 +174,22 @@ class EqualTime(Figure):
             )
 
     def find(self, results: Sequence[Result]) -> Finding:
-        """A row for each arm, and the claims at 64K."""
-        heads = ["other domain", "needles, full", "own", "text own, answer full", "RULER, full"]
-        rows = [
-            [
-                "arm",
-                "tokens",
-                "last 2K, run with full",
-                "above full",
-                "± evaluation",
-                "own",
-                *heads,
-                "mass recall",
-                "seeds",
-            ]
-        ]
+        """A row for each arm, and the claims."""
+        losses = ["last 2K, run with full", *ABOVE, "own", "other domain"]
+        found = ["needles, full", "own", "text own, answer full", "RULER, full", "mass recall"]
+        rows = [["arm", "tokens", *losses, *found, "seeds"]]
         trained = [result for result in results if ANSWERS in result["evaluations"]]
+        cells = _cells(trained)
         for name in dict.fromkeys(result["name"] for result in trained):
             own = [result for result in trained if result["name"] == name]
-            kind, _, length = name.partition("-")
-            losses = [_mean(own, functools.partial(trailing, mode=mode)) for mode in ("full", "own")]
-            gap = above(_cells([one for one in trained if one["name"].endswith(length)]), kind, "full")
-            needles = [_mean(own, functools.partial(needles_found, mode=mode)) for mode in ("full", "own", "answers")]
-            others = [_mean(own, value) for value in (ruler_score, mass_recall)]
-            losses.append(_mean(own, other_domain))
-            cells = [f"{own[0]['tokens'] / 1e6:.1f}M", losses[0], *gap, *losses[1:], *needles, *others]
-            rows.append([name, *cells, str(len(own))])
-        return Finding(_verdicts([one for one in trained if one["name"].endswith(f"-{MAIN}")]), rows)
+            losses = [mean(own, functools.partial(trailing, mode=mode)) for mode in ("full", "own")]
+            gap = above(cells, name, _full(name))
+            shares = [mean(own, functools.partial(needles_found, mode=mode)) for mode in ("full", "own", "answers")]
+            others = [mean(own, value) for value in (ruler_score, mass_recall)]
+            losses.append(mean(own, other_domain))
+            tokens = f"{own[0]['tokens'] / 1e6:.1f}M"
+            rows.append([name, tokens, losses[0], *gap, *losses[1:], *shares, *others, str(len(own))])
+        return Finding(_verdicts(trained), rows)
 
     def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Loss of the last 2K at 64K over seconds and over tokens, and MoBA's distance from full attention by
@@ -237,19 +221,22 @@ class EqualTime(Figure):
         sparse = (QUICK_SPARSE if quick else SPARSE).get(kind)
         attention = sparse or FULL_ATTENTION
         stages = [self._stage(*one, quick) for one in self._plan(kind, length, seq_len, quick)]
-        content = _recipe(seq_len, attention, stages, quick)
-        content["model"] |= {"rope": {"theta": THETA}}
-        both = "full" if sparse is None else "both"
-        asked = [f"evaluation.{key}" for key in _answers(seq_len, self.seconds_per_arm < SHORT_ARM, quick)]
+        steps = sum(stage["tokens"] for stage in stages) // batch_tokens(quick)
+        evaluation = {
+            "every": max(1, -(-steps // 5)),
+            "sequences": 2,
+            "position_wise": by_position(SCORED // 4 // seq_len, quick) | {"attention": "own"},
+        }
+        content = recipe(attention, stages, LR, quick, evaluation)
+        answers = _answers(seq_len, quick)
         found = {
-            ANSWERS: ["--attention", both, "--tasks", "position_wise,needle,ruler", *asked],
-            OTHER: ["--data", OTHER, "--attention", "full", "--tasks", "position_wise", asked[0]],
+            ANSWERS: asked("full" if sparse is None else "both", answers),
+            OTHER: asked("full", {"position_wise": answers["position_wise"]}, "--data", OTHER),
         }
         if kind == "moba":  # whose last stage has full attention, which has no gate
-            sequences = f"evaluation.gate_probe.sequences={1 if quick else 4}"
-            gates = "stages.1.attention.default=moba"
-            found[PROBE] = [gates, "--attention", "own", "--tasks", "gate_probe", sequences]
-        return Arm(f"{kind}-{length}", seed, content, found, parent=BASE)
+            gates = {"gate_probe": {"sequences": 1 if quick else 4}}
+            found[PROBE] = asked("own", gates, "stages.1.attention.default=moba")
+        return Arm(f"{kind}-{length}", seed, content, found, parent=BASE, is_timed=True)
 
     def _plan(
         self, kind: str, length: str, seq_len: int, quick: bool
@@ -270,10 +257,10 @@ class EqualTime(Figure):
     def _stage(
         self, name: str, seq_len: int, tokens: float, attention: dict[str, Any] | None, quick: bool
     ) -> dict[str, Any]:
-        batch = 2 * QUICK_LENGTH if quick else BATCH_TOKENS
-        steps = max(1, round(tokens / batch))
+        batch = batch_tokens(quick)
         own = {} if attention is None else {"attention": attention}
-        return {"name": name, "seq_len": seq_len, "tokens": steps * batch, **own, "evaluate": name != "short"}
+        tokens = max(1, round(tokens / batch)) * batch
+        return {"name": name, "seq_len": seq_len, "tokens": tokens, **own, "evaluate": name != "short"}
 
 
 def _rates(quick: bool) -> dict[str, float]:
@@ -284,90 +271,45 @@ def _rates(quick: bool) -> dict[str, float]:
     return measured if NOMINAL_RATES.keys() <= measured.keys() else NOMINAL_RATES
 
 
-def _recipe(seq_len: int, attention: Mapping[str, Any], stages: Sequence[Any], quick: bool) -> dict[str, Any]:
-    tokens = sum(stage["tokens"] for stage in stages)
-    source = {"path": "train"} if quick else {"path": "train", "min_length": seq_len}
-    steps = tokens // (2 * QUICK_LENGTH if quick else BATCH_TOKENS)
-    position = {"bucket": 256 if quick else 2048, "sequences": 2 if quick else 16, "attention": "own"}
-    return {
-        "model": {**QUICK_SIZES["small"], "tie_embeddings": True} if quick else dict(SMOLLM2),
-        "attention": dict(attention),
-        "data": {"train": [source]},
-        "batch_tokens": 2 * QUICK_LENGTH if quick else BATCH_TOKENS,
-        "stages": list(stages),
-        "optim": {"lr": 3e-4, "schedule": {"kind": "cosine", "warmup_tokens": tokens // 50}},
-        "evaluation": {"every": max(1, steps // 10), "sequences": 2 if quick else 8, "position_wise": position},
-    }
-
-
 def _base(seed: int, quick: bool) -> Arm:
     """The published weights after the change of RoPE, at the length that they know."""
     seq_len = QUICK_LENGTH // 8 if quick else SHORT
     tokens = 4 * QUICK_LENGTH if quick else BASE_TOKENS
     rope = {"kind": "abf", "theta": THETA}
     stage = {"name": "rope", "seq_len": seq_len, "tokens": tokens, "rope": rope, "evaluate": False}
-    content = _recipe(seq_len, FULL_ATTENTION, [stage], quick)
-    content["evaluation"] = {}
-    content["deterministic"] = True  # the same weights wherever the base is trained again
-    return Arm(BASE, seed, content | ({} if quick else {"init_from": WEIGHTS}))
+    return Arm(BASE, seed, from_weights(recipe(FULL_ATTENTION, [stage], BASE_LR, quick, {}), quick))
 
 
 def _timed(name: str, seed: int, quick: bool) -> Arm:
     """Some steps of a kind at a length."""
     kind, _, length = name.partition("-")
     seq_len = QUICK_LENGTH if quick else {"8k": SHORT, **LENGTHS}[length]
-    batch = 2 * QUICK_LENGTH if quick else BATCH_TOKENS
-    tokens = (2 if quick else RATE_STEPS) * batch
+    tokens = (2 if quick else RATE_STEPS) * batch_tokens(quick)
     stage = {"name": "timed", "seq_len": seq_len, "tokens": tokens, "evaluate": False}
     attention = (QUICK_SPARSE if quick else SPARSE).get(kind, FULL_ATTENTION)
-    content = _recipe(seq_len, attention, [stage], quick)
-    content["evaluation"] = {}
-    return Arm(name, seed, content, is_timed=True)
+    return Arm(name, seed, recipe(attention, [stage], LR, quick, {}), is_timed=True)
 
 
-def _answers(seq_len: int, few: bool, quick: bool) -> list[str]:
-    """Keys of the evaluations at the end, the loss by position first; `few`: a quarter or a half of the samples."""
+def _answers(seq_len: int, quick: bool) -> dict[str, dict[str, Any]]:
+    """The evaluations at the end."""
+    halved = (seq_len >> halvings for halvings in range(4, -1, -1))
+    ruler = {"tasks": ["niah_multikey_2", "vt", "niah_single_3"], "samples": SCORED // 4 // seq_len}
     if quick:
-        needle = ["needle.lengths=[2048]", "needle.depths=[0,50]", "needle.samples=1", "needle.answer=full"]
-        ruler = ["ruler.lengths=[2048]", "ruler.tasks=[niah_single_3]", "ruler.samples=1", "ruler.answer=full"]
-        return ["position_wise={bucket: 256, sequences: 2}", *needle, *ruler]
-    lengths = ",".join(format_count(seq_len >> halvings, 1024) for halvings in range(4, -1, -1))
-    depths = ",".join(str(11 * place) for place in range(9))  # none of which lies in the query's own block
-    samples = [f"needle.samples={2 if few else 8}", f"ruler.samples={8 if few else 16}"]
-    needle = [f"needle.lengths=[{lengths}]", f"needle.depths=[{depths}]", *samples, "needle.answer=full"]
-    tasks = "ruler.tasks=[niah_multikey_2,vt,niah_single_3]"
-    ruler = [tasks, f"ruler.lengths=[{format_count(seq_len, 1024)}]", "ruler.answer=full"]
-    return [f"position_wise={{bucket: 2048, sequences: {32 if few else 64}}}", *needle, *ruler]
+        ruler = {"tasks": ["niah_single_3"], "samples": 1}
+    return {
+        "position_wise": by_position(SCORED // seq_len, quick),
+        "needle": needles([length for length in halved if length > SELECTED_KEYS], SCORED // 16 // seq_len, quick),
+        "ruler": {**ruler, "lengths": [seq_len], "answer": "full"},
+    }
 
 
 def _kind(result: Result) -> str:
     return str(result["name"]).partition("-")[0]
 
 
-def _mode(names: Sequence[str], mode: str) -> str | None:
-    """The name, among those of an evaluation, of `full`, the arm's `own` attention, or that with full `answers`."""
-    own = next((name for name in names if name != "full" and "," not in name), None)
-    found = {"full": "full", "own": own, "answers": next((name for name in names if "," in name), None)}[mode]
-    return found if found in names else None
-
-
-def trailing(result: Result, mode: str) -> float:
-    """Loss of the last 2K tokens run with full attention or the arm's own; NaN for an arm that has no other."""
-    curves = result["evaluations"][ANSWERS]["position_wise"]["curves"]
-    name = _mode(list(curves), mode)
-    return math.nan if name is None else float(curves[name]["mean"][-1])
-
-
 def other_domain(result: Result) -> float:
     """Loss of the last 2K tokens of the held-out domain, run with full attention."""
     return float(result["evaluations"][OTHER]["position_wise"]["curves"]["full"]["mean"][-1])
-
-
-def needles_found(result: Result, mode: str) -> float:
-    """Share of needles, over lengths and depths."""
-    maps = result["evaluations"][ANSWERS]["needle"]["maps"]
-    name = _mode(list(maps), mode)
-    return math.nan if name is None else float(maps[name]["score"])
 
 
 def ruler_score(result: Result) -> float:
@@ -402,46 +344,52 @@ def learning_curve(result: Result, unit: str) -> list[tuple[float, float]]:
     return found
 
 
-def _mean(results: Sequence[Result], value: Any) -> str:
-    known = [found for result in results if math.isfinite(found := value(result))]
-    return f"{statistics.mean(known):.4f}" if known else "–"
+def _full(name: str) -> str:
+    """The arm with full attention throughout of the same length as `name`."""
+    return f"full-{name.partition('-')[2]}"
 
 
 def _gap(result: Result, results: Sequence[Result], name: str) -> float | None:
     """Trailing loss of the arm `name` above that of full attention with its length and seed, both run with full."""
-    full = f"full-{name.partition('-')[2]}"
-    partner = (one for one in results if (one["name"], one["seed"]) == (full, result["seed"]))
+    partner = (one for one in results if (one["name"], one["seed"]) == (_full(name), result["seed"]))
     other = next(partner, None) if result["name"] == name else None
     return None if other is None else trailing(result, "full") - trailing(other, "full")
 
 
 def _cells(results: Sequence[Result], mode: str = "full") -> list[Cell]:
-    """Trailing losses by kind, in blocks of a length and a seed."""
+    """Trailing losses by arm, in blocks of a length and a seed: lengths have a spread in common and nothing else."""
     found = []
     for result in results:
         data = result["evaluations"][ANSWERS]["position_wise"]
-        name = _mode(list(data["curves"]), mode)
+        name = attention_of(list(data["curves"]), mode)
         if name is not None:
             block = f"{result['name'].partition('-')[2]}, seed {result['seed']}"
             losses = data["curves"][name]["trailing_by_sequence"]
-            found.append(Cell(_kind(result), block, trailing(result, mode), losses, data.get("documents", ())))
+            found.append(Cell(result["name"], block, trailing(result, mode), losses, data.get("documents", ())))
     return found
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
-    """Claims that were written down before the first arm was trained; results: at 64K."""
+    """Claims that were written down before the first arm was trained."""
+    claims = [
+        *((length, "full", -0.01, "is at least 0.01 below full throughout") for length in LENGTHS),
+        (MAIN, "short", 0.01, "is not above 8K first by 0.01"),
+        (MAIN, "window", -0.01, "is at least 0.01 below a window, then full"),
+    ]
     losses = compare(_cells(results))
-    claims = (
-        ("MoBA, then full, run with full attention, is at least 0.01 below full throughout", "full", -0.01),
-        ("MoBA, then full, is not above 8K first by 0.01", "short", 0.01),
-        ("MoBA, then full, is at least 0.01 below a window, then full", "window", -0.01),
-    )
     found = []
-    for claim, other, high in claims:
-        found += losses.judge(claim, {"moba": 1.0, other: -1.0}, -math.inf, high)
-    needles = [Cell(_kind(one), f"seed {one['seed']}", needles_found(one, "full")) for one in results]
-    claim = "MoBA, then full, finds at least 0.1 more of the needles than a window, then full"
-    found += compare(needles).judge(claim, {"moba": 1.0, "window": -1.0}, 0.1, math.inf)
-    runs = [cell._replace(arm=mode) for mode in ("own", "full") for cell in _cells(results, mode) if cell.arm == "moba"]
-    claim = "MoBA, then full, run with MoBA is within 0.02 of itself run with full attention"
+    for length, other, high, claim in claims:
+        weights = {f"moba-{length}": 1.0, f"{other}-{length}": -1.0}
+        found += losses.judge(f"At {length.upper()}, MoBA, then full, {claim}", weights, -math.inf, high)
+    moba, window = (f"{kind}-{MAIN}" for kind in ("moba", "window"))
+    at = f"At {MAIN.upper()}, MoBA, then full,"
+    shares = [
+        Cell(one["name"], f"seed {one['seed']}", needles_found(one, "full"))
+        for one in results
+        if one["name"].endswith(f"-{MAIN}")
+    ]
+    claim = f"{at} finds at least 0.1 more of the needles than a window, then full"
+    found += compare(shares).judge(claim, {moba: 1.0, window: -1.0}, 0.1, math.inf)
+    runs = [cell._replace(arm=mode) for mode in ("own", "full") for cell in _cells(results, mode) if cell.arm == moba]
+    claim = f"{at} run with MoBA is within 0.02 of itself run with full attention"
     return found + compare(runs).judge(claim, {"own": 1.0, "full": -1.0}, -0.02, 0.02)

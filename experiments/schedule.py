@@ -99,8 +99,8 @@ def _emptiest(free: Sequence[int], count: int) -> list[int]:
 
 def gpus_for(arm: Arm, gpus: int, left: float, seconds: Seconds, sharing: int = 1) -> int | None:
     """The smallest number of GPUs, a power of 2, on which the arm ends within `left` seconds where `sharing` arms have
-    each; 0 on a machine without; None: it does not end in time."""
-    counts = [0] if not gpus else list(_powers(gpus, _sequences(arm)))
+    each; 0 on a machine without; None: it does not end in time. A timed arm has one GPU, of which its rate is."""
+    counts = [0] if not gpus else list(_powers(1 if arm.is_timed else gpus, _sequences(arm)))
     return next((count for count in counts if seconds(arm, count, sharing) <= left), None)
 
 

@@ -1,7 +1,7 @@
-"""The corpus of F13 in SmolLM2's tokens: the documents of `moba-data corpus` encoded again, and another domain.
+"""The corpus of F13 and F15 in SmolLM2's tokens: the documents of `moba-data corpus` encoded again, and another domain.
 
     bash launch/smollm2.sh prepare
-    python -m experiments.smollm2_corpus --corpus data/long-150m --model runs/smollm2/hf \\
+    python -m experiments.smollm2_corpus --corpus data/long-60m --model runs/smollm2/hf \\
         --other runs/smollm2/data/train --output data/smollm2-long
 
 The folder that it writes is what `python -m experiments equal-time --corpus` reads: `train`, `valid`, `other`,
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
-from experiments.equal_time import OTHER, WEIGHTS
+from experiments.smollm2 import OTHER, WEIGHTS
 from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.tools.text_tokenizer import TextTokenizer, load_text_tokenizer
 

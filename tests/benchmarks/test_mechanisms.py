@@ -45,6 +45,10 @@ def test_every_kind_runs_or_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_pa
     by_name = {result["row"]: result for result in results}
     assert by_name["moba:block_size=64,topk=3"]["time_ratio"] > 0
     assert by_name["moba:block_size=64,topk=3"]["options"]["topk"] == 3
+    full, moba = (by_name[name] for name in ("full", "moba:block_size=64,topk=3"))
+    share = moba["pairs"] / full["pairs"]
+    assert 0.5 < share < 1
+    assert moba["time_per_pair"] == pytest.approx(moba["time_ratio"] / share)
     assert by_name["moba"]["skipped"].startswith("block_size: given 512 in the layer, which does not fit")
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ def test_an_arm_that_would_not_end_in_time_is_left_or_gets_more_gpus(capsys: pyt
     assert "long-seed0: begins on GPU 1, 2, about 50 s" in capsys.readouterr().out
     assert gpus_for(arm("long", sequences=1), 4, 60, seconds) is None  # one sequence cannot be shared
     assert gpus_for(arm("short"), 0, 60, seconds) == 0
+    assert gpus_for(arm("long"), 4, 60, seconds) == 2
+    assert gpus_for(replace(arm("long"), is_timed=True), 4, 60, seconds) is None  # a rate is that of one GPU
 
 
 def test_an_arm_waits_for_the_weights_that_it_needs_and_a_failure_stays_alone() -> None:

@@ -13,10 +13,11 @@ from experiments import corpus, equal_time, page, smollm2_corpus
 from experiments.__main__ import main
 from experiments.byte_tokenizer import write_byte_tokenizer
 from experiments.corpus import Corpus, open_corpus
-from experiments.equal_time import BATCH_TOKENS, NAMES, NOMINAL_RATES, EqualTime, learning_curve
+from experiments.equal_time import LENGTHS, NAMES, NOMINAL_RATES, SECONDS, EqualTime, learning_curve
 from experiments.figure import Result
 from experiments.registry import FIGURES
 from experiments.run_arm import complete_recipe
+from experiments.smollm2 import BATCH_TOKENS
 from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import UserError
 from moba_train.tools.text_tokenizer import load_text_tokenizer
@@ -25,9 +26,11 @@ LATE = {"full": 1.40, "moba": 1.37, "window": 1.385, "short": 1.375}
 """Losses that make the claims (i), (ii) and the first half of (iii) true."""
 
 
-def finished(kind: str, seed: int, loss: float, needles: float = 0.5, own: float | None = None) -> Result:
-    """What an arm at 64K would have given."""
-    (arm,) = (one for one in EqualTime().arms(seed, quick=False) if one.name == f"{kind}-64k")
+def finished(
+    kind: str, seed: int, loss: float, needles: float = 0.5, own: float | None = None, length: str = "64k"
+) -> Result:
+    """What an arm would have given."""
+    (arm,) = (one for one in EqualTime().arms(seed, quick=False) if one.name == f"{kind}-{length}")
     curves = {"full": {"mean": [loss], "trailing_by_sequence": [loss, loss]}}
     maps: dict[str, Any] = {"full": {"score": needles}}
     if own is not None:
@@ -65,9 +68,20 @@ def test_the_claims_are_judged_from_their_arms() -> None:
         for seed in range(3)
         for kind, loss in LATE.items()
     ]
+    for length, loss in (("32k", 1.5), ("128k", 1.3)):  # ahead at 128K, level at 32K
+        results += [finished("full", seed, loss, length=length) for seed in range(2)]
+        results += [finished("moba", seed, loss - 0.03 * (length == "128k"), length=length) for seed in range(2)]
     finding = EqualTime().find(results)
     words = {verdict.claim.split(",")[-1].strip(): verdict.word for verdict in finding.verdicts}
-    assert [verdict.word for verdict in finding.verdicts] == ["agrees"] * 3 + ["does not agree", "agrees"], words
+    below_full = ["does not agree", "agrees", "agrees"]  # at 32K, 64K and 128K
+    assert [verdict.word for verdict in finding.verdicts] == [
+        *below_full,
+        "agrees",
+        "agrees",
+        "does not agree",
+        "agrees",
+    ], words
+    assert [verdict.claim.partition(",")[0] for verdict in finding.verdicts[:3]] == ["At 32K", "At 64K", "At 128K"]
     rows = {row[0]: dict(zip(finding.rows[0], row, strict=True)) for row in finding.rows[1:]}
     assert rows["moba-64k"]["above full"].startswith("-0.03")
     assert rows["moba-64k"]["text own, answer full"] == "0.2000"
@@ -76,9 +90,9 @@ def test_the_claims_are_judged_from_their_arms() -> None:
 
 def test_curves_are_over_the_seconds_of_each_stage() -> None:
     ((seconds, _),) = learning_curve(finished("moba", 0, 1.4), "seconds")
-    assert seconds == pytest.approx(1200, rel=0.01)
+    assert seconds == pytest.approx(SECONDS, rel=0.01)
     ((seconds, _),) = learning_curve(finished("window", 0, 1.4), "seconds")
-    assert seconds < 1200 * (0.12 + 0.88 * NOMINAL_RATES["moba-64k"] / NOMINAL_RATES["window-64k"] + 0.01)
+    assert seconds < SECONDS * (0.12 + 0.88 * NOMINAL_RATES["moba-64k"] / NOMINAL_RATES["window-64k"] + 0.01)
 
 
 def test_it_runs_with_rates_of_this_device_and_with_weights_alone(
@@ -151,3 +165,16 @@ def test_documents_are_the_same_text_in_other_tokens(tmp_path: Path, monkeypatch
     recipe = complete_recipe(arms["moba-64k"], found, tmp_path / "runs", 1, saved=True)
     assert Path(recipe["init_from"]) == tmp_path / "runs" / "base-seed0"
     assert recipe["data"]["train"] == [{"path": str(tmp_path / "again" / "train"), "min_length": 65_536}]
+
+
+def test_no_needle_is_hidden_where_moba_selects_everything_and_longer_sequences_are_fewer() -> None:
+    arms = {arm.name: arm for arm in EqualTime().arms(0, quick=False)}
+    for name, length in LENGTHS.items():
+        asked = dict(word.split("=", 1) for word in arms[f"moba-{name}"].evaluations["answers"] if "=" in word)
+        position, needle, ruler = (
+            json.loads(asked[f"evaluation.{task}"]) for task in ("position_wise", "needle", "ruler")
+        )
+        assert min(needle["lengths"]) > 128 * 16
+        assert max(needle["lengths"]) == length
+        read = [9 * needle["samples"] * sum(needle["lengths"]), 3 * ruler["samples"] * length]
+        assert max(*read, position["sequences"] * length) < 2**22

@@ -265,7 +265,7 @@ def test_a_corpus_has_documents_with_hidden_numbers_of_its_own(tmp_path: Path, m
         for part in ("train", "valid"):
             with IndexedDatasetWriter(f"{letter}/{part}", np.uint16) as writer:
                 writer.add_document(np.full(1024, ord(letter)))
-        arguments = ["--corpus", letter, "--runs", "runs", "--output", f"{letter}.json", "--arms", "none-at-all"]
+        arguments = ["--corpus", letter, "--runs", "runs", "--output", f"{letter}.json", "--seconds", "0"]
         assert main(["needles", "--gpus", "0", *arguments]) == 0
     made = [IndexedDataset(file.with_suffix("")) for file in Path("runs").rglob("needles-1024.idx")]
     assert len({one.fingerprint.name for one in made}) == 2

@@ -25,6 +25,8 @@ from experiments.versions import insertion_costs
 ROOT = page.FOLDER.parent
 TEXT = (ROOT / "docs" / "explanation" / "quality.md").read_text()
 PROSE = " ".join(TEXT.split())
+README = " ".join((ROOT / "README.md").read_text().split())
+VERSIONS = ("v2", "v0.5", "v1, sum", "v1, gate")
 ROWS = {
     match[1]: match[2]
     for match in re.finditer(r"^\| \[F\d+\]\([^)]*REPORT\.md#(.*?)\).*\| ([^|]+) \|$", TEXT, re.MULTILINE)
@@ -91,8 +93,7 @@ def test_equal_flops_and_equal_time_are_those_of_the_fits_and_of_the_rates() -> 
     assert f"and {-long['FLOPs'].value:.0f} % in the last 2K of 32K tokens. FLOPs are not time" in PROSE
     rates = [f"{moba_over_full(seq_len):.2f}" for seq_len in (8192, 32_768)]
     assert f"MoBA trains {' and '.join(rates)} times as many tokens in the same time" in PROSE
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert "At equal time, by an estimate, MoBA is behind up to 32K" in readme
+    assert "At equal time, by an estimate, MoBA is behind up to 32K" in README
 
 
 def test_losses_are_those_of_the_files() -> None:
@@ -109,6 +110,10 @@ def test_losses_are_those_of_the_files() -> None:
     for pair in pairs_of(results("scaling")):
         difference = Scaling().loss(pair["moba"]) - Scaling().loss(pair["full"])
         by_size.setdefault(pair["full"]["name"], []).append(difference)
+    shares = [
+        100 * (Scaling().loss(pair["moba"]) / Scaling().loss(pair["full"]) - 1) for pair in pairs_of(results("scaling"))
+    ]
+    assert f"at 8K it ends {min(shares):.1f} to {max(shares):.1f} % behind" in README
     means = [statistics.mean(values) for values in by_size.values()]
     assert min(map(min, by_size.values())) > 0, "at every size and with both seeds"
     assert f"it is {min(means):.2f} to {max(means):.2f} nats behind" in PROSE
@@ -174,3 +179,68 @@ def test_chance_and_needles_outside_the_own_block() -> None:
     assert found["lengths"][2:] == [16_384, 32_768]
     assert history["moba"] == 0
     assert f"none in 16K and 32K tokens, and full attention {history['full']:.2f}" in PROSE
+
+
+def estimates(name: str) -> list[Estimate]:
+    """Of the figure's verdicts, in their order."""
+    return [verdict.estimate for verdict in FIGURES[name].find(results(name)).verdicts]
+
+
+def table(name: str, *columns: str) -> dict[tuple[str, ...], dict[str, str]]:
+    """Rows of the figure's table by the first cells, which are those of `columns`."""
+    head, *rows = FIGURES[name].find(results(name)).rows
+    return {tuple(row[: len(columns)]): dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head)}
+
+
+def test_sizes_in_the_table_of_claims_are_those_of_the_files() -> None:
+    position = table("position", "tokens")
+    first, last = (float(position[(bucket,)]["gap"]) for bucket in ("0 to 2048", "30720 to 32768"))
+    assert f"{first:.2f} nats in the first 2K, {last:.2f} in the last" in PROSE
+    coarse, _, blocks, convolution = (estimate.value for estimate in estimates("granularity"))
+    assert f"8 blocks lose {coarse:.2f} nats to 128" in PROSE
+    assert f"by {-blocks:.2f} nats each at 8K" in PROSE
+    assert f"{-convolution:.2f}" == f"{-blocks:.2f}"
+    for name in ("third-cliff", "third-cliff-smaller-blocks"):
+        cliff = table(name, "layers", "tokens with loss")
+        moba, last_3 = (float(cliff[layers, "0.3 %"]["after"]) for layers in ("MoBA", "last 3 full"))
+        assert f"{moba:.2f} nats; with 3 full layers {last_3:.2f} | one seed" in PROSE
+    versions = table("versions", "")
+    behind = [
+        min(float(versions[(f"{name}, {size}",)]["above full"]) for size in ("4m", "10m", "25m")) for name in VERSIONS
+    ]
+    assert f"v2 loses {behind[0]:.2f}, v0.5 {behind[1]:.2f}, v1 {min(behind[2:]):.2f} nats or more" in PROSE
+    assert f"the first block costs {estimates('forced')[0].value:.2f} nats" in PROSE
+    stage = estimates("long-stage")[0]
+    assert f"MoBA in the full layers {stage.value:.3f} ± {stage.half:.3f} nats behind at 64K" in PROSE
+    far = table("extrapolation", "read as")
+    moba, yarn = (float(far[(way,)]["needles 128K"]) for way in ("moba-nope", "full, YaRN"))
+    assert f"at 128K MoBA without positions finds {moba:.2f}, full attention with YaRN {yarn:.2f}" in PROSE
+    window, blocks_128 = estimates("with-window")[:2]
+    text = f"{-window.value:.3f} ± {window.half:.3f} nats ahead of a window, {-blocks_128.value:.3f} ± "
+    assert f"{text}{blocks_128.half:.3f} of MoBA" in PROSE
+    rows = [row for row in FIGURES["with-experts"].find(results("with-experts")).rows if row[0] == "experts"]
+    experts = {row[1]: float(row[7]) for row in rows if row[1] != "full"}
+    text = (
+        f"MoBA {experts['moba']:.3f} nats behind full attention with blocks of 512, {experts['blocks128']:.3f} with 128"
+    )
+    assert text in PROSE
+
+
+def test_other_kinds_and_smaller_blocks_are_those_of_the_files() -> None:
+    gaps = {
+        name: float(row["above full"]) for (name,), row in table("mechanisms", "").items() if row["above full"] != "–"
+    }
+    near = sorted(gaps[f"{name}-8k"] for name in ("infllm_v2", "msa"))
+    assert (
+        f"MSA lose {near[0]:.2f} to {near[1]:.2f} nats and MoBA with blocks of 512 loses {gaps['moba-8k']:.2f}" in PROSE
+    )
+    near = sorted(gaps[f"{name}-32k"] for name in ("nsa", "infllm_v2", "seer"))
+    mobas = sorted(gaps[f"moba{name}-32k"] for name in ("", "-128", "-128-conv"))
+    text = (
+        f"SeerAttention lose {near[0]:.2f} to {near[-1]:.2f} nats and MoBA {mobas[0]:.2f} to {mobas[-1]:.2f} (one seed)"
+    )
+    assert text in PROSE
+    gates = table("needles", "arm, gate")
+    for gate, text in (("32/48", "32 keys a block miss a needle in"), ("512/3", "512 keys in")):
+        missed = [100 * float(row["missed"]) for (name,), row in gates.items() if name.endswith(f", {gate}, retrieval")]
+        assert f"{text} {min(missed):.0f} to {max(missed):.0f} %" in PROSE

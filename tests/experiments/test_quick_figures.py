@@ -75,6 +75,7 @@ def test_figures_train_their_smallest_form_and_grow(
         ("scaling", ["moba-tiny"]),
         ("third-cliff-smaller-blocks", ["none-1", "all-1"]),
         ("third-cliff-lengths", ["last2-128k"]),
+        ("short-first", ["short-then-long"]),
         ("why-behind", ["long-moba", "long-window1280", "mixed-full"]),
         ("with-window", ["long-moba_window128"]),
         ("equal-time-rates", ["moba-64k"]),
@@ -88,6 +89,11 @@ def test_smallest_forms_that_no_other_test_trains(name: str, arms: list[str], mo
     results = json.loads(Path(f"runs/experiments/{name}-quick.json").read_text())["results"]["arms"]
     assert len(results) >= len(arms)
     assert main([name, "--plot", "--output", f"runs/experiments/{name}-quick.json"]) == 0
+
+
+def test_every_figure_with_arms_of_its_own_is_named_by_a_test() -> None:
+    text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert [name for name, figure in FIGURES.items() if not figure.source and f'"{name}"' not in text] == []
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -139,11 +145,21 @@ def test_an_arm_that_is_timed_is_left_out_where_arms_share_a_gpu() -> None:
     ]
 
 
-def test_names_and_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("in_this_process")
+def test_names_and_options_that_do_not_go_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(corpus, "QUICK_TOKENS", 1 << 16)
     for arguments, said in (
         (["trailing", "f13"], "NAME: given f13; allowed: settings, scaling,"),
         ([], "NAME is needed; allowed: settings, scaling,"),
         (["trailing", "scaling", "--output", "x.json"], "--output: one file, but figures trailing, scaling were given"),
+        (["trailing", "--gpus", "-1"], "--gpus: given -1, torch"),
+        (["equal-time", "--seconds-per-arm", "0"], "--seconds-per-arm: given 0, allowed: at least 1"),
+        (
+            ["scaling", "trailing", "--quick", "--gpus", "0", "--arms", "full-*", "mooba-*"],
+            "--arms: given 'mooba-*', which",
+        ),
     ):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
