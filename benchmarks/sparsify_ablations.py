@@ -25,7 +25,8 @@ from moba_train.tools.sparsify.steps import Step
 
 def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, Any]]) -> dict[str, list[str]]:
     """Overrides of the recipe sparse.yaml, by the arm's name. count: layers that stay full; layers: its
-    `attention.overrides`, of which those of kind by_group follow the sparse layers."""
+    `attention.overrides`, of which those of kind by_group follow the sparse layers. Arms of blocks that the budget does
+    not hold twice are left out."""
     kind = recipe["attention"]["default"]
     own = recipe["attention"][kind]
     size, topk = own["block_size"], own["topk"]
@@ -66,17 +67,21 @@ def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, An
         "no-full-layers": ["attention.full_layers=none", *without_groups],
         "half-blocks": sized(size // 2),
         "double-blocks": sized(2 * size),
-        "moba": moba(64),
-        "moba-512": moba(512),
-        "moba-per-head": moba(64, select="head"),
-        "moba-not-forced": moba(64, always=["current"]),
-        "moba-key-conv": moba(64, key_conv=3),
     }
+    if budget >= 2 * 64:
+        found["moba"] = moba(64)
+        found["moba-per-head"] = moba(64, select="head")
+        found["moba-not-forced"] = moba(64, always=["current"])
+        found["moba-key-conv"] = moba(64, key_conv=3)
+    if budget >= 2 * 512:
+        found["moba-512"] = moba(512)
     if len(recipe["stages"]) > 1:
         frozen = own | {"train_gate": False}
         found["frozen-scorer"] = [f"attention.{kind}.train_gate=false", *in_groups(kind, frozen)]
         found["sparse-quarter"] = [f"stages.0.tokens={tokens - tokens // 4}", f"stages.1.tokens={tokens // 4}"]
         for name, other in (("qsa", 4), ("seer", 64)):
+            if budget < 2 * other:
+                continue
             section = recipes.selects(name, other, budget // other) | {"kl_weight": own["kl_weight"]}
             stages = json.dumps([recipe["stages"][0] | {"attention": recipes.in_full(name)}, last])
             chosen = [f"attention.default={name}", f"attention.{name}={json.dumps(section)}", f"stages={stages}"]
@@ -124,7 +129,7 @@ def run(folder: Path, names: Sequence[str], seeds: int, output: Path, jobs: int 
         for name in ["full", "sparse", *names]:
             run_dir = folder / "runs" / f"{name}-{seed}"
             recipe = str(folder / "recipes" / (recipes.FULL if name == "full" else recipes.SPARSE))
-            words = ["train", recipe, f"seed={seed}", f"run_dir={run_dir}", *arms[name]]
+            words = ["train", recipe, f"seed={seed}", recipes.word("run_dir", run_dir), *arms[name]]
             train = Step(f"train {name} {seed}", words, run_dir)
             todo[name, seed] = train, steps.evaluation_of(run_dir.name, folder, evaluation, f"full-{seed}")
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Extends a published model, SmolLM2-135M-Instruct, from 8K to 32K tokens with MoBA: docs/how-to/import-export.md.
 #
-#   bash launch/smollm2.sh prepare|train|finish|retrieval|signal|split|gates|sparsify
+#   bash launch/smollm2.sh prepare|train|finish|retrieval|signal|split|gates|sparsify|retriever
 #
 # `gates` distils the gates of the kinds seer and msa from the published model: docs/reference/attention-kinds.md.
 # `signal` asks why MoBA's gate would find needles in the published model: docs/how-to/evaluate.md.
 # `sparsify` makes the model sparse at 32K, next to full attention, on all GPUs: benchmarks/measured/sparsify.md.
+# `retriever` does so with a model that finds needles in 32K tokens, the base of F15: experiments/README.md has its corpus.
 # `split` says what sparse attention costs by its budget and by its gate: at 8K as published and, after `sparsify`, at 32K.
 # `prepare` needs the network but no GPU; copy runs/smollm2 if the GPU is on another machine.
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 case "${1:-}" in
-    prepare | train | finish | retrieval | signal | split | gates | sparsify) ;;
+    prepare | train | finish | retrieval | signal | split | gates | sparsify | retriever) ;;
     --help) usage; exit ;;
-    *) refuse "given '${1:-}'; allowed: prepare, train, finish, retrieval, signal, split, gates, sparsify" ;;
+    *) refuse "given '${1:-}'; allowed: prepare, train, finish, retrieval, signal, split, gates, sparsify, retriever" ;;
 esac
 [ $# -le 1 ] || refuse "given '$2' after $1; allowed: nothing more"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -70,6 +71,20 @@ sparsify)
         --length 32K --budget 4K --tokens 15M --seeds "${SEEDS:-3}" --jobs "${JOBS:-1}" --equal-seconds \
         --output "$folder/sparse" evaluation.needle.samples=16
     "$PYTHON" -m benchmarks.sparsify_tables "$folder/sparse/summary.json" --output "$folder/sparsify.json"
+    ;;
+retriever)
+    base=runs/experiments/conversion/base-seed0
+    corpus=data/smollm2-long
+    [ -e "$base/checkpoints/latest" ] ||
+        "$PYTHON" -m experiments conversion --corpus "$corpus" --arms base --seeds 0 --gpus 1 --seconds 1500 \
+            --output runs/retriever-base.json
+    found=(runs/experiments/conversion/corpora/*/needles-32768.idx)
+    needles=${found[0]%.idx}
+    "$PYTHON" -m moba_train.tools.cli sparsify "$base" --data "$corpus/train" --data "$needles" --validation "$corpus/valid" \
+        --length 32K --budget 4K --tokens 10M --seeds "${SEEDS:-3}" --jobs "${JOBS:-1}" --equal-seconds \
+        --output runs/retriever evaluation.needle.samples=16 \
+        "data.train=[{path: $corpus/train, min_length: 32K, weight: 0.8}, {path: $needles, weight: 0.2}]"
+    "$PYTHON" -m benchmarks.sparsify_tables runs/retriever/summary.json --output runs/retriever/tables.json
     ;;
 gates)
     "$PYTHON" -m benchmarks.gate_distillation --runs "$folder/gates" --output "$folder/gates.json"

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, ValidationError, WithJsonSchema, model_validator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moba_train.attention.engine import Engine
 from moba_train.attention.kind import (
@@ -150,6 +151,30 @@ class _PartEngine(Engine):
         return _PartShard(self._engine.shard(layout), self._name)
 
 
+class _PartModules(nn.ModuleDict):
+    """Parameters of the parts by their kinds, and the groups that each has."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], groups: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__(modules)
+        self.groups = groups
+
+
+class _PartLayer(nn.Module):
+    """A layer's projections as a part has them, from which it derives values of its own."""
+
+    def __init__(self, layer: nn.Module, groups: Sequence[int], kv_heads: int) -> None:
+        super().__init__()
+        self._layer = layer
+        self._groups = [*groups]
+        self._kv_heads = kv_heads
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The rows of its heads, in a tensor that is not sharded."""
+        whole = self._layer.get_parameter(target)
+        rows = (whole.full_tensor() if isinstance(whole, DTensor) else whole).unflatten(0, (self._kv_heads, -1))
+        return nn.Parameter(rows[self._groups].flatten(0, 1))
+
+
 def with_the_rest(named: Mapping[str, tuple[int, ...]], kv_heads: int) -> dict[str, tuple[int, ...]]:
     """Groups by their kind, those that are not named by `full`."""
     given = {group for groups in named.values() for group in groups}
@@ -189,8 +214,13 @@ class ByGroupKind(AttentionKind):
                 for kind, groups in with_the_rest(named, kv_heads).items()
             ]
 
+        def warming_up(self) -> "ByGroupKind.Options | None":
+            """Full attention in all groups, from which the parts that have a gate learn; None if none has."""
+            parts = tuple(part for part in self.parts if _has_mode(part.options))
+            return ByGroupKind.Options(parts=parts, mode="warmup") if parts else None
+
         def _in_mode(self, options: Section) -> Section:
-            if self.mode is None or "mode" not in type(options).model_fields:
+            if self.mode is None or not _has_mode(options):
                 return options
             return options.model_copy(update={"mode": self.mode})
 
@@ -237,13 +267,26 @@ class ByGroupKind(AttentionKind):
             for part in options.complete(model.kv_heads)
         }
         modules = {name: module for name, module in found.items() if module is not None}
-        return nn.ModuleDict(modules) if modules else None
+        groups = {part.kind: part.groups for part in options.parts}
+        return _PartModules(modules, groups) if modules else None
 
     @classmethod
     def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
         """Those of the part's kind."""
         kind, _, own = parameter.partition(".")
         values: Tensor | None = ATTENTION_KINDS[kind].initial_values(own, shape, generator)
+        return values
+
+    @classmethod
+    @torch.no_grad()
+    def derived_values(cls, parameter: str, shape: torch.Size, model: ModelConfig, layer: nn.Module) -> Tensor | None:
+        """Those of the part's kind, from the projections of its heads."""
+        kind, _, own = parameter.partition(".")
+        modules = layer.get_submodule(cls.name)
+        assert isinstance(modules, _PartModules)
+        part = Part(kind=kind, groups=modules.groups[kind])
+        heads = _PartLayer(layer, part.groups, model.kv_heads)
+        values: Tensor | None = ATTENTION_KINDS[kind].derived_values(own, shape, _part_model(model, part), heads)
         return values
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
@@ -310,6 +353,11 @@ class ByGroupCosts(KindCosts):
             gathered += keys + again if one.gathered is None else one.gathered
         sums = (sum(one.saved for one in found), sum(one.activations for one in found))
         return TokenBytes(*sums, gathered, max(one.workspace for one in found))
+
+
+def _has_mode(options: Section) -> bool:
+    """True for kinds whose gate learns in a mode with full attention."""
+    return "mode" in type(options).model_fields
 
 
 def _kind_of(part: Part, head_dim: int) -> AttentionKind:

@@ -34,6 +34,7 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
+from moba_train.mechanisms.by_group import ByGroupKind
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate
 from moba_train.model.build import build_attention
 from moba_train.model.feed_forward import count_tokens
@@ -186,6 +187,8 @@ class Distillation(Objective):
         """The teacher's attention; a gate with a warm-up learns from it."""
         if isinstance(kind, DistilledGate):
             return type(kind)(kind.gate_options.model_copy(update={"mode": "warmup"}), kind.head_dim)
+        if isinstance(kind, ByGroupKind) and (warm := kind.by_group.warming_up()):
+            return ByGroupKind(warm, kind.head_dim)
         return self._teacher(kind)
 
     def _others(self, own: Sequence[AttentionKind]) -> list[AttentionKind]:

@@ -240,9 +240,8 @@ def comparable(model: ModelConfig) -> dict[str, object]:
     values["attention_scale"] = model.attention_scale or model.head_width**-0.5
     for key in ("sink_layers", "gate_layers", "bare_layers"):
         values[key] = sorted(layer_ids(values[key], model.layers))
-    base = _angles(model.rope)
-    own = {layer: _angles(rope) for layer, rope in enumerate(model.rope.by_layer(model.layers))}
-    return values | {"rope": base | {layer: angles for layer, angles in own.items() if angles != base}}
+    first, *rest = map(_angles, model.rope.by_layer(model.layers))
+    return values | {"rope": first | {layer: angles for layer, angles in enumerate(rest, 1) if angles != first}}
 
 
 def _angles(rope: LayerRope) -> dict[Any, object]:

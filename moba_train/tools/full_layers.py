@@ -7,6 +7,7 @@ authors chose. Each candidate's layers are then measured together, as gains need
 work. Groups of heads may be candidates, too few to fill their layers (`by_group`): as many groups as those layers have.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -420,6 +421,13 @@ def _told(name: str, difference: _Losses | None) -> dict[str, float | None]:
     return {name: loss.trailing, f"{name}_error": loss.trailing_error}
 
 
+def told_difference(mean: float | None, error: float | None) -> str:
+    """A difference with its standard error, which a single sequence does not have; – for none."""
+    if mean is None:
+        return "–"
+    return f"{mean:+.4f}" + ("" if error is None or math.isnan(error) else f" ± {error:.4f}")
+
+
 def _mean(groups: Sequence[Mapping[str, float]], key: str) -> float:
     return sum(group[key] for group in groups) / len(groups)
 
@@ -443,9 +451,7 @@ def yaml_fragment(
         lines.append(f"  #   {one['name']:<12} {layers}: trailing loss {one['trailing']:.4f}{answers}")
     lines.append("  # layer  gain if it alone is full  loss if it alone is sparse  probability outside the selection")
     for row in rows:
-        gain, cost = (
-            "–" if row[name] is None else f"{row[name]:+.4f} ± {row[f'{name}_error']:.4f}" for name in ("gain", "cost")
-        )
+        gain, cost = (told_difference(row[name], row[f"{name}_error"]) for name in ("gain", "cost"))
         lines.append(f"  # {row['layer']:>5}  {gain:>24}  {cost:>26}  {row['mass_outside']:>33.3f}")
     lines.append(
         "  # groups of heads: probability outside the best blocks / outside a window; most of a needle's token"

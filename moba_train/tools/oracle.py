@@ -8,7 +8,7 @@ Layers of full attention in the stage's own attention have it in all of these.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,7 @@ from moba_train.evals.position_wise import PositionWise, PositionWiseLoss, posit
 from moba_train.foreign_files import read_foreign_json, working_roots
 from moba_train.mechanisms.by_group import ByGroupKind, Part
 from moba_train.mechanisms.oracle import IdealAttention
+from moba_train.tools.full_layers import told_difference
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.options import HiddenNeedles, NeedleConfig
 from moba_train.tools.ruler.ruler import Ruler, RulerConfig
@@ -162,7 +163,9 @@ class Oracle(Evaluation[OracleConfig]):
             for name, found in _scores(asked, context).items():
                 scores[name] |= found
         dense = None if self._options.dense is None else _read_dense(self._options.dense, self._shape)
-        split = Split(self._options.budgets, curves, scores, dense)
+        own = attentions[context.own]
+        owned = {name for name, layers in attentions.items() if name.startswith("gate ") and layers == own}
+        split = Split(self._options.budgets, curves, scores, dense, owned)
         first = split.loss(self._options.budgets[0])
         numbers = {f"{name}_error": first[name].mean if name in first else 0.0 for name in ("budget", "selector")}
         data = {"attention": context.own, **self._shape, **split.to_json()}
@@ -283,7 +286,7 @@ class Difference:
         return cls(float(values.mean()), float(values.std(ddof=1)) / count**0.5 if count > 1 else math.nan)
 
     def __str__(self) -> str:
-        return f"{self.mean:+.4f} ± {self.error:.4f}"
+        return told_difference(self.mean, self.error)
 
 
 @dataclass(frozen=True)
@@ -296,6 +299,8 @@ class Split:
     """Shares of right answers by name, for each attention."""
     dense: Mapping[str, Any] | None
     """Full attention's entry in the result on weights that were trained with it."""
+    owned: Collection[str]
+    """Names of the gates that are the stage's own attention."""
 
     def pairs(self, budget: Budget) -> dict[str, tuple[str, str]]:
         """By the error's name, two attentions that differ by it alone: the one that has it first."""
@@ -327,6 +332,7 @@ class Split:
             {
                 "label": label_of(budget),
                 **budget.model_dump(mode="json"),
+                "own_gate": f"gate {label_of(budget)}" in self.owned,
                 "loss": {name: finite([gap.mean, gap.error]) for name, gap in self.loss(budget).items()},
                 "scores": {of: self.score(budget, of) for of in self.scores["full"]},
             }

@@ -62,6 +62,12 @@ ATTENTION: list[tuple[str, dict[str, Any]]] = [
     ("seer", {"block_size": 4, "topk": 3, "gate_dim": 6, "train_gate": True, "kl_weight": 0.5}),
     ("seer", {"block_size": 4, "topk": 3, "gate_dim": 6, "mode": "warmup"}),
     ("msa", {"block_size": 4, "topk": 3, "index_dim": 6, "train_gate": True, "kl_weight": 0.5}),
+    ("msa", {"block_size": 4, "topk": 3, "index_keys": "group"}),
+    ("qsa", {"block_size": 4, "topk": 4}),
+    (
+        "by_group",
+        {"parts": [{"groups": [0], "kind": "qsa", "options": {"block_size": 4, "topk": 3}}], "mode": "warmup"},
+    ),
     ("indexer", {"block_size": 1, "topk": 9, "index_dim": 6, "index_heads": 2, "mode": "warmup"}),
     (
         "indexer",

@@ -23,6 +23,7 @@ from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
 from moba_train.errors import ConfigError
 from moba_train.mechanisms import distillation
+from moba_train.mechanisms.by_group import ByGroupKind
 from moba_train.mechanisms.distillation import Distillation, DistillOptions
 from moba_train.mechanisms.gates.msa import MsaKind
 from moba_train.model import loss
@@ -221,13 +222,19 @@ def test_a_share_of_the_steps_trains_with_full_attention(alone: World, prefix: s
     assert not torch.allclose(full_step[name], sparse[name], rtol=1e-2)
 
 
-def test_a_gate_learns_in_a_step_with_full_attention(alone: World, prefix: str) -> None:
+def test_a_gate_learns_in_a_step_with_full_attention() -> None:
     objective = Distillation(DistillOptions(full_every=2))
-    kind = build_attention([LayerAttention("msa", MsaKind.Options(block_size=8, topk=2))], 4)[0]
-    (warm,) = [objective._full_step(kind)]
+    options = MsaKind.Options(block_size=8, topk=2)
+    parts = [{"groups": [0], "kind": "msa", "options": options}, {"groups": [1], "kind": "moba"}]
+    some = ByGroupKind.Options.model_validate({"parts": parts})
+    layers = [LayerAttention("msa", options), LayerAttention("by_group", some)]
+    warm, warm_groups = map(objective._full_step, build_attention(layers, 4))
     assert isinstance(warm, MsaKind)
     assert warm.gate_options.mode == "warmup"
+    assert isinstance(warm_groups, ByGroupKind)
     assert warm.facts.learns
+    assert [*warm_groups._kinds] == ["msa", "full"]
+    assert warm_groups._kinds["msa"].options == warm.options
 
 
 def test_windows_of_the_model_are_the_teachers_where_it_is_asked_for() -> None:

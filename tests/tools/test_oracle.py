@@ -76,6 +76,7 @@ def test_tokens_have_an_ideal_selection_alone(result: EvaluationResult) -> None:
 def test_the_gate_of_the_own_sizes_is_the_own_attention(result: EvaluationResult) -> None:
     """The recipe's blocks of 16 and top 3, in the same layers."""
     assert result.data["attentions"]["moba"]["mean"] == result.data["attentions"]["gate 16/3"]["mean"]
+    assert [budget["own_gate"] for budget in result.data["budgets"]] == [True, False, False]
 
 
 def test_layers_that_are_full_stay_full(texts: Path) -> None:

@@ -206,7 +206,8 @@ def _attend_by_pages(
     lengths_RX = (real_RXC.sum(-1) - 1) * moba.block_size + (positions_R % moba.block_size + 1)[:, None]
     q = q_RHd.unflatten(1, (selecting, -1)).flatten(0, 1)
     most = blocks_RXC.shape[-1] * moba.block_size
-    out = paged(q, *kv.split(width // 2, -1), units_RXY.flatten(0, 1), lengths_RX.flatten(), most)
+    k, v = kv.split(width // 2, -1)
+    out = paged(q, k, v, units_RXY.flatten(0, 1), lengths_RX.flatten(), most)
     return out.view_as(q_RHd)
 
 

@@ -70,7 +70,7 @@ class MobaTrain(Family):
         if shape.get("moe"):
             shape["moe"]["layers"] = sorted(layer_ids(shape["moe"]["layers"], model.layers))
         ropes = [
-            rope.model_dump(include=set(ROPE)) | {"beta_fast": rope.fast_turns}
+            rope.model_dump(include=set(ROPE)) | ({} if rope.kind == "pi" else {"beta_fast": rope.fast_turns})
             for rope in model.rope.by_layer(model.layers)
         ]
         return {"moba": {"model": shape, "ropes": ropes}}

@@ -13,7 +13,7 @@ from moba_train.resolve.recipe import resolve
 from moba_train.tools.plan.rates import peak_or_default
 from moba_train.tools.sparsify import recipes
 from moba_train.tools.sparsify.recipes import Request, Source
-from moba_train.tools.sparsify.steps import check_evaluations, steps
+from moba_train.tools.sparsify.steps import check_sparse, steps
 
 MFU = 0.4
 """Share of the GPU's peak, as `moba-train plan` takes it."""
@@ -26,7 +26,7 @@ def print_plan(request: Request, source: Source, output: Path, scratch: Path, sa
     for name, text in texts.items():
         write_new(scratch / name, text)
     evaluation = parse_yaml(texts[recipes.EVALUATION], recipes.EVALUATION)["evaluation"]
-    check_evaluations(scratch / recipes.SPARSE, evaluation)
+    check_sparse(scratch / recipes.SPARSE, evaluation, request, check_files=False)
     say(recipes.told(request))
     for name, text in texts.items():
         say(f"\n--- {output / 'recipes' / name}\n{text.rstrip()}")

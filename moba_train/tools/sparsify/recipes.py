@@ -5,6 +5,7 @@ one can edit it and run on. Both arms begin with the same weights and train on t
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,6 @@ SPARSE = "sparse.yaml"
 FULL = "full.yaml"
 EQUAL_SECONDS = "equal-seconds.yaml"
 
-FORCED = 3
-"""Blocks that are always selected: the first, the previous and the own one."""
 _BATCH = 1 << 17
 """Tokens of a step, as in configs/recipes/smollm2-32k.yaml."""
 _FEWEST_STEPS = 64
@@ -254,9 +253,7 @@ def scorer_rate(kind: str) -> dict[str, float]:
 
 def selects(kind: str, size: int, topk: int) -> dict[str, Any]:
     """Options of the kind that selects."""
-    options: dict[str, Any] = {"block_size": size, "topk": topk}
-    if kind == "moba":
-        options |= {"select": "group", "always": forced(topk)}
+    options: dict[str, Any] = ideal(size, topk) if kind == "moba" else {"block_size": size, "topk": topk}
     if warms_up(kind):
         options["kl_weight"] = _KL_WEIGHT
     if "index_keys" in ATTENTION_KINDS[kind].Options.model_fields:
@@ -264,9 +261,11 @@ def selects(kind: str, size: int, topk: int) -> dict[str, Any]:
     return options
 
 
-def forced(topk: int) -> list[str]:
-    """Blocks that are selected whatever their scores, where the budget holds more than these."""
-    return ["first", "previous", "current"] if topk > FORCED else ["current"]
+def ideal(size: int, topk: int) -> dict[str, Any]:
+    """Options of the ideal selection, once for a group of heads. Blocks that are selected whatever their scores are
+    the first, the previous and the own one, where the budget holds more than these."""
+    forced = ["first", "previous", "current"] if topk > 3 else ["current"]
+    return {"block_size": size, "topk": topk, "select": "group", "always": forced}
 
 
 def _dumped(values: Any) -> str:
@@ -282,6 +281,10 @@ def full_count(request: Request, source: Source) -> int:
     """Layers that stay full, of those without a window: three, and no more than a quarter if there are eight or more.
     Raises UserError when none would be sparse."""
     layers = source.model.layers - len(source.attention.get("overrides", {}))
+    if layers < 2:
+        raise UserError(
+            f"{request.model}: given {layers} layers without a window; allowed: two or more, one to stay full"
+        )
     count = request.full_layers or max(1, min(3, layers // 4))
     if count >= layers:
         raise UserError(
@@ -332,7 +335,7 @@ def _base(request: Request, source: Source, output: Path, batch: int) -> dict[st
 def _evaluation(request: Request, source: Source, size: int, topk: int) -> dict[str, Any]:
     """Sections of the evaluations, by name."""
     length = request.length
-    own = {"block_size": size, "topk": topk, "select": "group", "always": forced(topk)}
+    own = ideal(size, topk)
     budgets = [own, own | {"select": "head"}]
     asked = {"lengths": sorted({length // 2, length}), "samples": 4}
     few = asked | {"samples": 1, "depths": [10, 50, 90]}  # the ideal selection takes seconds a sequence
@@ -354,6 +357,12 @@ def _evaluation(request: Request, source: Source, size: int, topk: int) -> dict[
 def sections(evaluation: dict[str, Any], names: Sequence[str]) -> list[str]:
     """These sections of evaluation.yaml as words of a command."""
     return [f"evaluation.{name}={json.dumps(evaluation[name])}" for name in names]
+
+
+def word(key: str, path: Path) -> str:
+    """An override that gives a path, in quotes if YAML might read something else."""
+    is_plain = re.fullmatch(r"[/.\w-]+", str(path))
+    return f"{key}={path if is_plain else json.dumps(str(path))}"
 
 
 def told(request: Request) -> str:

@@ -25,10 +25,13 @@ from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import newest_first, saved_step
 from moba_train.config.load import load_config, parse_yaml
 from moba_train.config.mesh import WorldSize
+from moba_train.data.long_documents import count_samples
 from moba_train.errors import CheckpointError, ConfigError, UserError
+from moba_train.evals.evaluation import EvaluationSetting
+from moba_train.mechanisms.by_group import ByGroupKind
+from moba_train.model.build import build_attention
 from moba_train.output_files import write_atomically
-from moba_train.registry import ATTENTION_KINDS
-from moba_train.resolve.evaluations import evaluation_problems
+from moba_train.resolve.evaluations import evaluation_problems, sample_problems
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.telemetry.jsonl import read_records
@@ -41,7 +44,7 @@ SECONDS = "seconds.json"
 """Seconds that each finished step took in the call that finished it."""
 _GROWING = ("seeds", "baseline", "equal_seconds")
 """Options that only add steps: a later call may give others."""
-_DENSE = "evaluation.oracle.dense="
+_DENSE = "evaluation.oracle.dense"
 Runner = Callable[[Sequence[str]], int]
 """Runs `moba-train` with these words; returns its exit status."""
 
@@ -67,6 +70,11 @@ class Step:
     def trains(self) -> bool:
         """True if the step trains, by a recipe of its own."""
         return self.words[0] == "train"
+
+    @property
+    def charts(self) -> Path:
+        """The page with charts of the result, if there is one: it takes plotly."""
+        return self.result / "report.html" if self.trains else self.result.with_name("evaluation.html")
 
     @property
     def done(self) -> bool:
@@ -107,8 +115,7 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
     yield _evaluation("oracle", model, output / "oracle", ["oracle"], words, extended)
     # A scorer that has learnt nothing would choose the layers by chance: the ideal selection stands for it.
     choosing = "oracle" if recipes.warms_up(request.kind) else request.kind
-    selection = {"block_size": size, "topk": topk, "select": "group", "always": recipes.forced(topk)}
-    options = {key: value for key, value in selection.items() if key in ATTENTION_KINDS[choosing].Options.model_fields}
+    options = recipes.ideal(size, topk) if choosing == "oracle" else recipes.selects(choosing, size, topk)
     sparse = _with_attention(read, {"default": choosing, choosing: options})
     words = [*common, *sparse, *recipes.sections(evaluation, ["full_layers"])]
     yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words, extended)
@@ -118,7 +125,7 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
     for seed in range(1, request.seeds + 1):
         for arm in arms:
             run = output / "runs" / f"{arm}-{seed}"
-            words = ["train", str(folder / f"{arm}.yaml"), f"seed={seed}", f"run_dir={run}"]
+            words = ["train", str(folder / f"{arm}.yaml"), f"seed={seed}", recipes.word("run_dir", run)]
             yield Step(f"train {arm} {seed}", words, run, needs[arm])
     for seed in range(1, request.seeds + 1):
         for arm in arms:
@@ -146,7 +153,7 @@ def evaluation_of(run: str, output: Path, evaluation: dict[str, Any], dense: str
     if not run.startswith("equal-seconds"):
         tasks.append("oracle")
         if dense is not None and dense != run:
-            words = [f"{_DENSE}{output / 'evaluation' / dense / 'evaluation.json'}"]
+            words = [recipes.word(_DENSE, output / "evaluation" / dense / "evaluation.json")]
             needs.add(f"evaluate {' '.join(dense.rsplit('-', 1))}")
     asked = recipes.sections(evaluation | {"oracle": oracle}, tasks)
     model = output / "runs" / run
@@ -307,12 +314,32 @@ def check(todo: Sequence[Step], gpus: int) -> None:
         resolve(config, WorldSize(gpus, gpus), check_files=step is trained[0])
 
 
-def check_evaluations(recipe: Path, evaluation: dict[str, Any]) -> None:
-    """Raise ConfigError for evaluations that cannot be made of the arm with this recipe: hours before they are."""
+def check_sparse(recipe: Path, evaluation: dict[str, Any], request: Request, check_files: bool) -> None:
+    """Raise ConfigError for the sparse arm's recipe, evaluations of it that cannot be made, by their files as well if
+    `check_files`, and attention to more keys than the budget: hours before they would be found."""
+    resolve(load_config(recipe), WorldSize(request.gpus, request.gpus), check_files=False)
     config = load_config(recipe, recipes.sections(evaluation, [*evaluation]))
     setting = evaluated_setting(config, len(config.stages) - 1)
-    if problems := [*evaluation_problems(config.evaluation, [setting])]:
+    problems = [*evaluation_problems(config.evaluation, [setting])]
+    if check_files and not problems:
+        problems += sample_problems(config.evaluation, [setting])
+        if not count_samples(setting.validation, request.length):
+            problems.append(f"--validation: given no document longer than --length {request.length}")
+    problems += _over_budget(setting, request)
+    if problems:
         raise ConfigError(problems)
+
+
+def _over_budget(setting: EvaluationSetting, request: Request) -> Iterator[str]:
+    """Kinds with which the last query of a sequence attends to more keys than the budget."""
+    for kind in build_attention(dict.fromkeys(setting.stage.attention), setting.model.head_width):
+        costs = kind.costs(setting.model)
+        keys = round(costs.pairs([request.length]) - costs.pairs([request.length - 1]))
+        if keys > request.budget and kind.name not in ("full", "window", ByGroupKind.name):
+            yield (
+                f"--budget: given {request.budget}, but with --kind {kind.name} a query attends to {keys}; allowed: "
+                f"smaller sizes, by overrides of attention.{kind.name}, or another --kind"
+            )
 
 
 def run_command(words: Sequence[str], gpus: int) -> int:

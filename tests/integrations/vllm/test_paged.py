@@ -123,8 +123,8 @@ def read_pages(q_RHd: Tensor, k: Tensor, v: Tensor, table_RL: Tensor, lengths_R:
     rows = []
     for q_Hd, pages_L, length in zip(q_RHd, table_RL.long(), lengths_R.tolist(), strict=True):
         used = pages_L[: -(-length // k.shape[1])]
-        given = (x[used].flatten(0, 1)[:length].transpose(0, 1) for x in (k, v))
-        rows.append(F.scaled_dot_product_attention(q_Hd[:, None], *given, enable_gqa=True)[:, 0])
+        read_k, read_v = (x[used].flatten(0, 1)[:length].transpose(0, 1) for x in (k, v))
+        rows.append(F.scaled_dot_product_attention(q_Hd[:, None], read_k, read_v, enable_gqa=True)[:, 0])
     return torch.stack(rows)
 
 

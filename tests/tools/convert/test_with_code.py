@@ -25,6 +25,7 @@ from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.convert.with_code import DESCRIPTIONS, LAYERS, ROPES, code_families, code_problems
 from moba_train.tools.evaluate import load_on_this_machine
 from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
+from moba_train.tools.hf.config import read_model_config
 from moba_train.tools.hf.own import ROPE, SHAPE
 from moba_train.tools.inference.generate import Sampling, generate_batch
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
@@ -41,7 +42,7 @@ from tests.tools.convert.code_models import (
     save_model,
     save_run,
 )
-from tests.tools.convert.hf_models import logits
+from tests.tools.convert.hf_models import logits, make_hf_model
 from tests.tools.convert.without_package import NEW
 
 
@@ -329,6 +330,16 @@ def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path, monkey
     assert (contents["model_type"], written["layers"]) == ("moba_train", [*range(model.layers)])
     assert written.keys() == experts.KEYS
     assert written["router"].keys() == experts.ROUTER
+
+
+@pytest.mark.parametrize("family", ["gemma3", "olmo3"])
+def test_layers_that_have_rotary_embeddings_of_their_own(tmp_path: Path, family: str) -> None:
+    """However the recipe spells them: the layers with a window may be the exception, or the others."""
+    make_hf_model(family, tmp_path)
+    model = read_model_config(tmp_path)
+    assert len(set(model.rope.by_layer(model.layers))) == 2
+    contents = hf_config(model, model.rope, 256, "float32", families=code_families(True))
+    assert contents["model_type"] == "moba_train"
 
 
 @pytest.mark.parametrize("residual_scale", [1.0, 0.5])

@@ -24,7 +24,7 @@ from moba_train.config.mesh import WorldSize
 from moba_train.errors import UserError
 from moba_train.resolve.recipe import resolve
 from moba_train.tools.cli import app
-from moba_train.tools.sparsify import recipes, steps
+from moba_train.tools.sparsify import page, recipes, steps
 from moba_train.tools.sparsify.recipes import Request, Source
 from tests.tools.convert.hf_models import make_hf_model
 
@@ -48,10 +48,10 @@ def project(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {"vocab_size": 512, "rope_parameters": {"rope_theta": 1e4}, "max_position_embeddings": LENGTH // 2}
     make_hf_model("smollm2", folder / "hf", **changes)
     shutil.copy(texts / "tok.model", folder / "hf" / "tokenizer.model")
-    for name, first in (("train", 0), ("valid", 20)):
+    for name, first, length in (("train", 0, LENGTH + 90), ("valid", 20, LENGTH + 90), ("short", 20, LENGTH)):
         with IndexedDatasetWriter(folder / name, np.uint16) as writer:
             for start in range(first, first + 4):
-                writer.add_document(np.arange(start, LENGTH + 90 + start) % 300)
+                writer.add_document(np.arange(start, length + start) % 300)
     return folder
 
 
@@ -126,12 +126,29 @@ def test_the_sparse_arm_keeps_the_calibrated_layers_full_and_distils(made: Path)
 
 
 def test_the_report_has_every_table_and_the_commands(made: Path) -> None:
-    page = (made / "report.html").read_text()
+    written = (made / "report.html").read_text()
     for text in ("after equal tokens", "the sparse arm", "the budget costs", "stay full", "tokens/s", "full_layers:"):
-        assert text in page
-    assert "is not met, on fewer than three seeds" in page
-    assert "moba-train train out/recipes/sparse.yaml seed=1" in page
-    assert "trust_remote_code=True" in page
+        assert text in written
+    assert "is not met. This is 1 seed; a claim takes three." in written
+    assert "nan" not in written
+    links = re.findall(r'href="([^"]+)"', written)
+    assert {"oracle/evaluation.html", "evaluation/sparse-1/evaluation.html"} <= {*links}
+    assert all((made / link).is_file() for link in links)
+    assert "moba-train train out/recipes/sparse.yaml seed=1" in written
+    assert "trust_remote_code=True" in written
+
+
+def test_full_attention_of_equal_seconds_is_compared_as_well() -> None:
+    def arm(needle: float, trailing: float) -> list[dict[str, float]]:
+        return [{"needle": needle, "trailing": trailing, "ruler": 0.5}] * 3
+
+    arms = {"full": arm(0.8, 1.0), "sparse": arm(0.79, 1.009), "equal-seconds": arm(0.9, 0.99)}
+    tokens, seconds = page.verdict({"arms": arms}).split("Sparse attention finds ")[1:]
+    assert tokens.startswith("0.790 of the needles, and full attention, trained on the same tokens, 0.800.")
+    assert "0.0090 nats above full attention's" in tokens
+    assert tokens.endswith("is met. ")
+    assert "for as many seconds, 0.900." in seconds
+    assert seconds.endswith("is not met. These are means over 3 seeds.")
 
 
 def test_programs_print_the_tables_and_draw_the_split(
@@ -144,7 +161,7 @@ def test_programs_print_the_tables_and_draw_the_split(
         return capsys.readouterr().out, results
 
     printed, (summary,) = call_program(sparsify_tables.main, str(made / "summary.json"))
-    assert "is not met, on fewer than three seeds" in printed
+    assert "is not met. This is 1 seed; a claim takes three." in printed
     assert f"| sparse | {summary['arms']['sparse'][0]['trailing']:.4f} | " in printed
     files = {"before": made / "oracle", "sparse": made / "evaluation" / "sparse-1"}
     named = [f"{name}={folder / 'evaluation.json'}" for name, folder in files.items()]
@@ -174,6 +191,12 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
     recipe = tmp_path / "recipes" / "sparse.yaml"
     arms = sparsify_ablations.arms_of(tmp_path)
     assert len(arms) == 17
+    small = yaml.safe_load((tmp_path / "recipes" / recipes.SPARSE).read_text())
+    small["attention"]["msa"] |= {"block_size": 16, "topk": 4}
+    assert {*arms} - {*sparsify_ablations.ablations(small, 1, {})} == {
+        *(name for name in arms if name.startswith("moba")),
+        "seer",
+    }
     for name, overrides in arms.items():
         config = load_config(recipe, overrides)
         run = resolve(config, WorldSize(1, 1))
@@ -239,6 +262,28 @@ def test_a_second_call_adds_only_what_is_new(project: Path, made: Path, monkeypa
     assert code == 2
     assert "budget: given 128, before 64" in output
     assert yaml.safe_load((made / "request.yaml").read_text())["budget"] == 64
+
+
+@pytest.mark.parametrize("name", ["out", "an: output #1", "[out]"])
+def test_any_folder_may_be_the_output(project: Path, tmp_path: Path, name: str) -> None:
+    output = tmp_path / name
+    request = Request(
+        model=str(project / "hf"),
+        data=[str(project / "train")],
+        validation=["valid"],
+        length=LENGTH,
+        budget=64,
+        tokens=4096,
+        kind="msa",
+        block_size=16,
+    )
+    source = Source.read(project / "hf")
+    evaluation = steps.begin(request, recipes.recipes(request, source, output), output)
+    todo = {step.name: step for step in steps.steps(request, source, output, evaluation)}
+    train = todo["train sparse 1"]
+    assert load_config(train.words[1], train.words[2:]).run_dir == str(train.result)
+    (dense,) = (word for word in todo["evaluate sparse 1"].words if word.startswith("evaluation.oracle.dense="))
+    assert yaml.safe_load(dense.partition("=")[2]) == str(todo["evaluate full 1"].result)
 
 
 def test_the_plan_is_printed_and_nothing_is_written(
@@ -311,6 +356,9 @@ def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
         ({"data": "nothing"}, "nothing.*idx"),
         ({"lr": 0, "seeds": 101}, "--seeds: given 101; allowed: .*--lr: given 0.0; allowed: number > 0"),
         ({"length": 1000}, "--length: given 1000; allowed: a multiple of 16"),
+        ({"validation": "short"}, "--validation: given no document longer than --length 512"),
+        ({"kind": "moba_window"}, "--budget: given 64, but with --kind moba_window a query attends to 512; allowed"),
+        ({"kind": "nsa"}, "attention.nsa.block_size: given 16 in layers"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(
@@ -433,6 +481,9 @@ def test_layers_are_chosen_with_the_gate_unless_it_has_to_learn_first(project: P
     evaluation = yaml.safe_load(texts[recipes.EVALUATION])["evaluation"]
     calibrate = next(step for step in steps.steps(request, source, Path("out"), evaluation) if step.name == "calibrate")
     assert f'attention.default="{choosing}"' in calibrate.words
+    for word in calibrate.words:
+        if word.startswith(f"attention.{kind}="):
+            assert json.loads(word.partition("=")[2]) == recipes.selects(kind, 16, 4)
     assert [stage["name"] for stage in yaml.safe_load(texts[recipes.SPARSE])["stages"]][-1] == "sparse"
 
 
@@ -463,6 +514,14 @@ def test_on_several_gpus_each_command_is_a_process_with_its_ranks(monkeypatch: p
         "eval run --gpus 2",
         "convert moba-to-hf run model",
     ]
+
+
+def test_a_model_of_one_layer_is_refused(project: Path) -> None:
+    source = Source.read(project / "hf")
+    one = Source(source.model.model_copy(update={"layers": 1}), LENGTH, {"default": "full"}, "tokenizer")
+    request = Request(model="hf", data=["t"], validation=["v"], length=LENGTH, budget=64, tokens=4096, kind="moba")
+    with pytest.raises(UserError, match=r"hf: given 1 layers without a window; allowed: two or more"):
+        recipes.full_count(request, one)
 
 
 def test_a_model_keeps_its_windows(project: Path) -> None:
