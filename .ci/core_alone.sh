@@ -33,6 +33,7 @@ ours = [name for name in sys.modules if name.startswith("moba_train")]
 others = [name for name in ours if name.startswith(("moba_train.mechanisms", "moba_train.tools"))]
 print(f"import moba_train.train loads {len(ours)} modules")
 assert len(ours) <= 200 and not others, others
+assert "torch._dynamo" not in sys.modules, "0.6 s of the start-up of commands that compile nothing"
 PYTHON
 "$alone" -m pytest -q -n 3 --dist loadfile -m "not slow" tests "$@" | tee tested
 passed=$(sed -nE 's|(.* )?([0-9]+) passed.*|\2|p' tested)

@@ -68,7 +68,7 @@ def run(case: Case, arguments: argparse.Namespace, others: list[Peer], dense: Me
         if peer.name in columns:
             continue
         limit = arguments.dense_up_to if peer.dense and arguments.dense_up_to is not None else peer.up_to
-        if case.tokens > limit or not (peer.dense or case.is_plain):
+        if case.tokens > limit or not (peer.dense or case.is_plain or case.inputs):
             continue
         key = (peer.name, *dense_key(row))
         if peer.dense and key in dense:
@@ -138,6 +138,9 @@ def main() -> None:
         help="longest sequence for every dense attention; default: 256K for cuDNN and FlashAttention-4, 64K for "
         "FlashAttention-2",
     )
+    parser.add_argument(
+        "--peers", nargs="*", metavar="NAME", help="columns beside ours, by key; default: all that are here"
+    )
     parser.add_argument("--budget", type=float, default=0.25, help="seconds of GPU time per measurement")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -146,13 +149,16 @@ def main() -> None:
     cases = arguments.rows or [Case.parse(text) for text in (QUICK if arguments.quick else ROWS)]
     for error in compile_ahead(cases):
         print(f"compiling {error}", flush=True)
-    others = peers()
-    settings = {"dtype": "bfloat16", "budget_s": arguments.budget, "peers": versions(others)}
+    others = {peer.name: peer for peer in peers()}
+    if unknown := {*(arguments.peers or ())} - others.keys():
+        parser.error(f"--peers: given {', '.join(sorted(unknown))}; here are {', '.join(others)}")
+    others = {name: peer for name, peer in others.items() if arguments.peers is None or name in arguments.peers}
+    settings = {"dtype": "bfloat16", "budget_s": arguments.budget, "peers": versions([*others.values()])}
     results: list[Result] = []
     dense: Measured = {}
     for case in cases:
         try:
-            result = run(case, arguments, others, dense)
+            result = run(case, arguments, [*others.values()], dense)
         except Exception as error:  # the rows that work are still worth their time
             result = {"row": case.name, "error": f"{type(error).__name__}: {str(error)[:500]}"}
         torch.cuda.empty_cache()

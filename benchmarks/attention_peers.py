@@ -1,4 +1,5 @@
-"""Other implementations that MoBA's kernels are compared with: dense attention, and other MoBAs that are installed."""
+"""Other implementations that MoBA's kernels are compared with: dense attention, FlexAttention with a mask of the same
+selection, and other MoBAs that are installed."""
 
 import importlib
 import importlib.metadata
@@ -12,7 +13,7 @@ from torch import Tensor
 from benchmarks.attention_rows import Row, backends
 from moba_train.attention.full import calls
 from moba_train.attention.full.kernels import BACKENDS
-from moba_train.attention.layout import packed_layout
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.protocol import BackwardState
 
 Calls = tuple[Callable[[], Any], Callable[[], Any]]
@@ -42,11 +43,18 @@ def peers() -> list[Peer]:
     others = [
         Peer("flash4", 2**18, _flash4, dense=True, package="flash-attn-4"),
         Peer("flash_moba", 2**18, _flash_moba, package="flash_moba"),
+        Peer("fla", 2**16, _fla, package="fla-core"),  # scores of all heads, queries and blocks in float32
         # It fails with an illegal address at 128K, after which the process cannot use the GPU any more.
         Peer("moonshot", 2**16, _moonshot, package="moba"),
     ]
-    entries = {"flash4": "flash_attn.cute", "flash_moba": "flash_moba", "moonshot": "moba.moba_efficient"}
-    return [*ours, *dense, *(peer for peer in others if _importable(entries[peer.name]))]
+    entries = {
+        "flash4": "flash_attn.cute",
+        "flash_moba": "flash_moba",
+        "fla": "fla.ops.moba",
+        "moonshot": "moba.moba_efficient",
+    }
+    flex = Peer("flex", 2**17, _flex)
+    return [*ours, *dense, flex, *(peer for peer in others if _importable(entries[peer.name]))]
 
 
 def dense_key(row: Row) -> tuple[Any, ...]:
@@ -152,6 +160,37 @@ def _flash4(row: Row) -> Calls | None:
     return with_gradients(attend, (q, k, v), dout)
 
 
+def _flex(row: Row) -> Calls | None:
+    """FlexAttention, compiled. The selection is ours, and neither it nor the making of the mask is timed."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from benchmarks.flex_moba import TILE, block_mask
+
+    if row.case.documents or row.block_size % TILE or row.tokens % row.block_size:
+        return None
+    (selected_HTC,) = row.attention.select(row.q, row.attention.summarize(row.k, row.layout()), row.layout())
+    mask = block_mask(selected_HTC, row.block_size)
+    torch._dynamo.reset()  # sizes are constants of the compiled code
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=True)
+        return out
+
+    q, k, v, dout = (x.transpose(0, 1).unsqueeze(0) for x in (row.q, row.k, row.v, row.dout))
+    return with_gradients(attend, (q, k, v), dout)
+
+
+def _fla(row: Row) -> Calls | None:
+    function = importlib.import_module("fla.ops.moba").parallel_moba
+    return _without_groups(
+        row,
+        lambda q, k, v, layout: function(
+            q[None], k[None], v[None], layout.cu_seqlens, layout.max_seqlen, row.block_size, row.topk
+        )[0],
+    )
+
+
 def _flash_moba(row: Row) -> Calls | None:
     function = importlib.import_module("flash_moba").flash_moba_varlen_func
     layout = packed_layout(row.case.lengths(), row.device)
@@ -166,11 +205,17 @@ def _flash_moba(row: Row) -> Calls | None:
 
 def _moonshot(row: Row) -> Calls | None:
     function = importlib.import_module("moba.moba_efficient").moba_attn_varlen
+    return _without_groups(
+        row, lambda q, k, v, layout: function(q, k, v, layout.cu_seqlens, layout.max_seqlen, row.block_size, row.topk)
+    )
+
+
+def _without_groups(row: Row, function: Callable[[Tensor, Tensor, Tensor, Layout], Tensor]) -> Calls:
+    """Calls of a MoBA that wants a key/value head for each query head."""
     layout = packed_layout(row.case.lengths(), row.device)
     group = row.case.heads // row.case.kv_heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(group, 1) for x in (k, v))  # it has no grouped-query heads
-        return function(q, k, v, layout.cu_seqlens, layout.max_seqlen, row.block_size, row.topk)
+        return function(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), layout)
 
     return with_gradients(attend, (row.q, row.k, row.v), row.dout)

@@ -7,9 +7,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.attention_cost import Cost, Heads, moba_cost
@@ -21,7 +23,9 @@ from moba_train.config.base import parse_number
 
 LONGEST_DOCUMENT = 2**15
 SYNTAX = "TOKENS:BLOCK/TOPK[,heads=N][,kv=N][,d=N][,routing=" + "|".join(ROUTINGS) + "][,documents=SEED|COUNTxTOKENS]"
-_OPTIONS = {"heads": "heads", "kv": "kv_heads", "d": "head_dim", "routing": "routing", "documents": "documents"}
+SYNTAX += "[,inputs=FILE]"
+_OPTIONS = {"heads": "heads", "kv": "kv_heads", "d": "head_dim"}
+_OPTIONS |= {name: name for name in ("routing", "documents", "inputs")}
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Case:
     routing: str = "random"
     documents: str = ""
     """Seed of random lengths from 1 to 32K (logarithmically even), or COUNTxTOKENS; empty: one document."""
+    inputs: str = ""
+    """File of a trained model's q, k and v (`benchmarks.flex_tiles --save`), of which the first tokens are taken."""
 
     @classmethod
     def parse(cls, text: str) -> "Case":
@@ -102,6 +108,16 @@ class Case:
         return moba_cost(self.lengths(), self.block_size, self.topk, shape)
 
 
+def trained_inputs(file: Path, like: Sequence[Tensor]) -> list[Tensor]:
+    """q, k and v of a file's first tokens, as `like` in shape, dtype and device. Raises ValueError if they are not."""
+    found = load_file(file)
+    inputs = [found[name][: len(x)].to(x) for name, x in zip("qkv", like, strict=True)]
+    for name, got, x in zip("qkv", inputs, like, strict=True):
+        if got.shape != x.shape:
+            raise ValueError(f"inputs={file}: {name} has shape {list(got.shape)}, the row needs {list(x.shape)}")
+    return inputs
+
+
 def short(tokens: int) -> str:
     """131072 -> 128K, 1048576 -> 1M."""
     for power, suffix in ((2, "M"), (1, "K")):
@@ -132,6 +148,8 @@ class Row:
         self.v, self.dout = (
             torch.randn(like.shape, dtype=like.dtype, device=device, generator=generator) for like in (self.k, self.q)
         )
+        if case.inputs:
+            self.q, self.k, self.v = trained_inputs(Path(case.inputs), (self.q, self.k, self.v))
         self.attention = self._attention(backend)
 
     def _attention(self, backend: str) -> MobaAttention:
@@ -175,7 +193,9 @@ def compile_ahead(cases: Sequence[Case], call: Callable[[Row], Any] = Row.both) 
     finds it; code depends on the sizes of heads and blocks, not on the length, so a few blocks are enough.
     """
     distinct = {
-        replace(case, tokens=min(case.tokens, (case.topk + 1) * case.block_size), routing="random", documents="")
+        replace(
+            case, tokens=min(case.tokens, (case.topk + 1) * case.block_size), routing="random", documents="", inputs=""
+        )
         for case in cases
     }
     workers = min(len(distinct), max(1, (os.cpu_count() or 1) // 2), 8)

@@ -35,10 +35,14 @@ COLUMNS = {
     "cudnn": "dense, cuDNN",
     "flash2": "dense, FlashAttention-2",
     "flash4": "dense, FlashAttention-4",
+    "flex": "FlexAttention",
     "flash_moba": "FlashMoBA",
+    "fla": "fla's MoBA",
     "moonshot": "Moonshot's MoBA",
 }
 DENSE = ("cudnn", "flash2", "flash4")
+OTHERS = ("flex", "flash_moba", "fla", "moonshot")
+"""MoBA by others, whose cells have the peak of memory as well, in GiB."""
 
 Result = dict[str, Any]
 
@@ -135,7 +139,8 @@ def _times(result: Result, column: str) -> str:
     forward, both = (median(result, column, f"{name}_ms") for name in ("forward", "both"))
     if forward is None or both is None:
         return "fails" if "error" in result["columns"].get(column, {}) else "–"
-    return f"{_number(forward)} / {_number(both)}"
+    peak = f"; {result['columns'][column]['peak_gib']:.1f}" if column in OTHERS else ""
+    return f"{_number(forward)} / {_number(both)}{peak}"
 
 
 def _peak(result: Result, found: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@
 #   8k         8B at 8K: FSDP, MoBA, tensor, context and pipeline parallelism, FP8, torchtitan where it is
 #              installed; recomputes what GPUs of 80 GiB cannot keep                                               15
 #   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                   10
-#   profile    where the time of a step with tp 2 and cp 2 goes, without and with tp_overlap                        2
+#   profile    where the time of a step with tp 2 and cp 2 goes                                                     1
 #   layouts    8B checkpoints saved in one layout and resumed in the next; one of them (90 GiB) must fit into
 #              $TMPDIR; in memory                                                                                   9
 #   context    transports of context parallelism at 64K, 256K and 1M; an attention sink; a timeline                10
@@ -75,7 +75,7 @@ for part in "${parts[@]}"; do
         training training-8b-8k-$gpu-x4 8K:full:none 8K:torchtitan:none 8K:full:none:fp8 8K:torchtitan:none:fp8 \
             8K:moba-512-3-last3:none 8K:moba-512-3-last3:none:fp8 \
             8K:full:budget:tp4:batch4:micro4 8K:full:budget:tp4:batch4:micro4:parallel.tp_overlap=true \
-            8K:full:none:tp2:cp2:batch4:micro2 8K:full:none:tp2:cp2:batch4:micro2:parallel.tp_overlap=true \
+            8K:full:none:tp2:cp2:batch4:micro2 \
             8K:full:budget:pp4:batch32:micro1:warm2:steps3 \
             8K:full:budget:pp2:batch16:micro1:warm2:steps3
         ;;
@@ -85,12 +85,8 @@ for part in "${parts[@]}"; do
             128K:torchtitan:full:cp4:warm1:steps2 128K:torchtitan:full:cp4:fp8:warm1:steps2 $moba $moba:fp8
         ;;
     profile)
-        row=8K:full:none:tp2:cp2:batch4:micro2
-        for name in tp2-cp2 tp2-cp2-overlap; do
-            ranks 200 training-profile-8b-$name-$gpu-x4 benchmarks.training_profile --model llama3-8b --row $row \
-                --output "$output/training-profile-8b-$name-$gpu-x4.json"
-            row+=:parallel.tp_overlap=true
-        done
+        ranks 200 training-profile-8b-tp2-cp2-$gpu-x4 benchmarks.training_profile --model llama3-8b \
+            --row 8K:full:none:tp2:cp2:batch4:micro2 --output "$output/training-profile-8b-tp2-cp2-$gpu-x4.json"
         ;;
     layouts)
         run 3000 checkpoint-layouts-8b-$gpu-x4 benchmarks.checkpoint_layouts --model llama3-8b --gpus 4 --sequences 16 \

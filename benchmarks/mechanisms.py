@@ -2,6 +2,7 @@
 
     python -m benchmarks.mechanisms --output benchmarks/results/mechanisms-h200.json   # everything, under three minutes
     python -m benchmarks.mechanisms --kinds full moba:block_size=128,topk=8 nsa --lengths 8K 32K --head-dim 128
+    python -m benchmarks.mechanisms --kinds full nsa fla-nsa msa flash-msa --kv-heads 2 --head-dim 128  # beside others
     python -m benchmarks.mechanisms --quick                                            # tiny, on the CPU
 
 A layer of Llama-3.2-1B's shape: hidden size 2048, 32 query heads, 8 key/value heads, bf16, random weights, one document
@@ -26,6 +27,7 @@ import yaml
 from pydantic import ValidationError
 from torch import Tensor
 
+from benchmarks.mechanism_peers import PEERS, peer_calls
 from benchmarks.mechanisms_table import Result, compared, render
 from benchmarks.options import length, need_gpus
 from benchmarks.record import provenance, save, spread
@@ -56,17 +58,19 @@ SYNTAX = "KIND or KIND:OPTION=VALUE,OPTION=VALUE"
 
 @dataclass(frozen=True)
 class Row:
-    """A kind with its options."""
+    """A kind with its options, or an implementation by another package (`mechanism_peers.PEERS`)."""
 
     name: str
-    attention: LayerAttention
+    attention: LayerAttention | None
 
     @classmethod
     def parse(cls, text: str) -> "Row":
         """From `SYNTAX`. Raises ValueError that says what is wrong."""
+        if text in PEERS:
+            return cls(text, None)
         kind, _, options = text.partition(":")
         if kind not in KINDS:
-            raise ValueError(f"{kind!r} is not a registered attention; allowed: {', '.join(KINDS)}")
+            raise ValueError(f"{kind!r} is not a registered attention; allowed: {', '.join([*KINDS, *PEERS])}")
         pairs = [option.partition("=") for option in options.split(",") if option]
         given = {name: yaml.safe_load(value) for name, _, value in pairs}
         section = KINDS[kind].Options
@@ -108,17 +112,17 @@ class _Recorder(TwoSublayers):
 class MechanismLayer:
     """One kind in the model's own layer, with fixed random weights and inputs."""
 
-    def __init__(self, row: Row, model: ModelConfig, tokens: int, device: torch.device) -> None:
+    def __init__(self, attention: LayerAttention, model: ModelConfig, tokens: int, device: torch.device) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         generator = torch.Generator(device).manual_seed(0)
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-        (kind,) = build_attention([row.attention], model.head_width)
+        (kind,) = build_attention([attention], model.head_width)
         self.kind: Any = kind
         with device:
-            parameters = KINDS[row.attention.kind].parameters(row.attention.options, model, layer=0)
+            parameters = KINDS[attention.kind].parameters(attention.options, model, layer=0)
             transformer = Transformer(model, [{} if parameters is None else {self.kind.name: parameters}])
         initialize_weights(transformer, seed=0)
         for parameter in transformer.parameters():  # as FSDP casts them: buffers keep their dtype
@@ -188,10 +192,10 @@ def _with_leaves(inputs: Any) -> Any:
     return inputs._replace(**leaves)
 
 
-def refusals(row: Row, context: StageContext) -> tuple[list[str], list[str]]:
+def refusals(attention: LayerAttention, context: StageContext) -> tuple[list[str], list[str]]:
     """Why the kind cannot train in such a stage, and why it cannot even evaluate."""
-    kind = KINDS[row.attention.kind]
-    options = row.attention.options
+    kind = KINDS[attention.kind]
+    options = attention.options
     return list(kind.problems(options, context)), list(kind.problems(options, replace(context, training=False)))
 
 
@@ -227,24 +231,37 @@ def on_cpu(forward: Callable[[], Any], both: Callable[[], Any] | None) -> dict[s
 
 def run(row: Row, model: ModelConfig, tokens: int, device: torch.device, timed: Measure) -> Result:
     """Time one kind at one length, or say why not."""
+    if row.attention is None:
+        return _of_peer({"row": row.name, "kind": row.name, "tokens": tokens}, model, device, timed)
     options = row.attention.options.model_dump(mode="json")
     result: Result = {"row": row.name, "kind": row.attention.kind, "options": options, "tokens": tokens}
     context = StageContext(model, tokens, 1, 1, False, device.type, layers="in the layer")
-    in_training, in_evaluation = refusals(row, context)
+    in_training, in_evaluation = refusals(row.attention, context)
     if in_evaluation:
         return result | {"skipped": "; ".join(in_evaluation)}
     try:
-        layer = MechanismLayer(row, model, tokens, device)
+        layer = MechanismLayer(row.attention, model, tokens, device)
         result["parameters"] = layer.parameter_count()
         result["pairs"] = layer.kind.costs(model).pairs([tokens])
         if in_training:
             result["forward_only"] = "; ".join(in_training)
             return result | timed(layer.inference, None)
         return result | timed(layer.forward, layer.both)
-    except torch.OutOfMemoryError as error:
-        return result | {"error": f"out of memory: {str(error).partition('. ')[0]}"}
     except Exception as error:  # the rows that work are still worth their time
-        return result | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        return result | {"error": _said(error)}
+
+
+def _of_peer(result: Result, model: ModelConfig, device: torch.device, timed: Measure) -> Result:
+    try:
+        return result | timed(*peer_calls(result["row"], model, result["tokens"], device))
+    except Exception as error:  # as above: a package that fails here is a result
+        return result | {"error": _said(error)}
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory: {str(error).partition('. ')[0]}"
+    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def measured(
@@ -262,7 +279,8 @@ def measured(
             shorter = [before for before in done if before["row"] == row.name]
             failed = [before["tokens"] for before in shorter if "error" in before]
             expected = max((_call_ms(before) * tokens / before["tokens"] for before in shorter), default=0.0)
-            where: Result = {"row": row.name, "kind": row.attention.kind, "tokens": tokens}
+            kind = row.name if row.attention is None else row.attention.kind
+            where: Result = {"row": row.name, "kind": kind, "tokens": tokens}
             if time.monotonic() > deadline:
                 result = where | {"skipped": "no time left: --budget-seconds"}
             elif failed:
@@ -310,6 +328,7 @@ def main() -> None:
     )
     parser.add_argument("--lengths", nargs="+", type=length, help=f"default: {' '.join(LENGTHS)}")
     parser.add_argument("--head-dim", type=int, choices=[64, 128], default=64)
+    parser.add_argument("--kv-heads", type=int, default=8, help=f"2 for fla-nsa; of others: {', '.join(PEERS)}")
     parser.add_argument("--budget-seconds", type=float, default=170, help="no row begins later than this")
     parser.add_argument("--row-budget", type=float, default=0.2, help="seconds of GPU time per measurement")
     parser.add_argument("--quick", action="store_true", help="tiny shapes on the CPU: shows that every kind runs")
@@ -321,7 +340,8 @@ def main() -> None:
     device = torch.device("cpu" if arguments.quick else "cuda")
     rows = arguments.kinds or [Row.parse(text) for text in (QUICK_ROWS if arguments.quick else default_rows())]
     lengths = arguments.lengths or ([QUICK_TOKENS] if arguments.quick else [length(text) for text in LENGTHS])
-    model = model_of_one_layer(64, 4, 2, 16) if arguments.quick else model_of_one_layer(2048, 32, 8, arguments.head_dim)
+    shape = (64, 4, 2, 16) if arguments.quick else (2048, 32, arguments.kv_heads, arguments.head_dim)
+    model = model_of_one_layer(*shape)
     timed = on_cpu if arguments.quick else on_gpu(arguments.row_budget)
     settings = {
         "hidden_size": model.hidden_size,

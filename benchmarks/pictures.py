@@ -16,6 +16,7 @@ from benchmarks import (
     context_skew_plot,
     context_timeline,
     diagrams,
+    flex_tiles,
     float8_loss,
     gate_distillation,
     long_range_signal,
@@ -51,6 +52,7 @@ class Picture:
 PICTURES = {
     "training": Picture(training_plot.draw, 3.2, training_plot.SHOWN),
     "attention": Picture(attention_plot.draw, 4, ("attention-h200",)),
+    "flex-tiles": Picture(flex_tiles.draw, 3.6, ("flex-tiles-cpu",)),
     "context-skew": Picture(context_skew_plot.draw, 3.2, ("context-skew-h200-x2",)),
     "context-timeline": Picture(context_timeline.draw, 4.6, ("context-timeline-h200",)),
     "float8-loss": Picture(float8_loss.draw, 2.8, ("float8-loss-h200",)),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moba_train.attention.kernels.table import has_triton, triton_release
 from moba_train.strict_json import to_json
 
 END = "<!-- end of table -->"
@@ -35,6 +36,7 @@ def provenance(program: str | None = None) -> dict[str, Any]:
         "devices": torch.cuda.device_count() if cuda else 0,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "triton": triton_release() if has_triton() else None,
         "python": platform.python_version(),
     }
 

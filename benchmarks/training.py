@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
                 ("predicted_gib", ".1f"),
             )
         ]
+        launches = result.get("of_launches", {"count": 1})
+        if launches["count"] > 1:
+            numbers[1] = "{median:,.0f} ({min:,.0f} to {max:,.0f})".format(**launches)
         ratio = f"{result['predicted_gib'] / result['memory_gib']:.2f}" if both else ""
         rows.append([f"`{name}`", *numbers, ratio])
     return markdown(rows)
@@ -216,9 +220,12 @@ def main() -> None:
         help="checkpointing of rows that give none; torchtitan rows have no budget and take none in its place",
     )
     parser.add_argument("--sequences-per-gpu", type=int, default=1, help="sequences per GPU and optimizer step")
+    parser.add_argument("--repetitions", type=int, default=1, help="launches of each row, all rows by turns")
     parser.add_argument("--row-seconds", type=float, default=240, help="time after which a row is given up")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="time after which no row begins")
-    parser.add_argument("--append", action="store_true", help="keep other rows of the result file")
+    parser.add_argument(
+        "--append", action="store_true", help="keep the rows of the result file, and rates of the same ones"
+    )
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     defaults = Row(**{name: getattr(arguments, name) for name in ("tp", "cp", "pp", "warm", "steps", "fp8", "policy")})
@@ -250,16 +257,27 @@ def run(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
         for documents in {row.documents for row in rows}:
             write_corpus(folder / documents, 2 * needed, model_shape(arguments.model)["vocab_size"], documents)
         write_base(folder / "base", _shape(arguments))
-        for row in rows:
+        for turn, row in product(range(arguments.repetitions), rows):
+            if turn and "error" in results.get(row.name, {}):
+                continue
             left = arguments.budget_seconds - (time.monotonic() - began)
             if left <= 0:
                 print(f"{row.name}: not run, the {arguments.budget_seconds:.0f} s are over", flush=True)
                 continue
-            results[row.name] = result = measure(row, folder, arguments, min(left, arguments.row_seconds))
+            result = measure(row, folder, arguments, min(left, arguments.row_seconds))
+            results[row.name] = result = repeated(results.get(row.name, {}), result)
             print(f"{row.name}: {result.get('error', 'done')} ({result['wall_s']:.0f} s)", flush=True)
             save(arguments.output, settings, results)
     print(f"\n{table(results)}", flush=True)
     return [row.name for row in rows if "error" in results.get(row.name, {}) and not row.by_torchtitan]
+
+
+def repeated(before: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """The `result` of a row's last launch, with the `rates` of all and their spread."""
+    if "error" in result:
+        return result
+    rates = [*before.get("rates", []), result["tokens_per_s_per_device"]["median"]]
+    return result | {"rates": rates, "of_launches": spread(rates)}
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -271,7 +289,7 @@ def _otherwise_measured(arguments: argparse.Namespace) -> str:
     if not arguments.output.exists():
         return ""
     found = json.loads(arguments.output.read_text())
-    limits = ("row_seconds", "budget_seconds", "append")
+    limits = ("row_seconds", "budget_seconds", "append", "repetitions")
     settings = {key: value for key, value in _settings(arguments).items() if key not in limits}
     now = {key: value for key, value in provenance().items() if key in ("commit", "device", "torch")} | settings
     before = found | found["settings"]

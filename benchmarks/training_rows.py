@@ -4,6 +4,7 @@ LENGTH:ATTENTION, then options in any order:
 
     ATTENTION         full | moba-BLOCK-TOPK | moba-BLOCK-TOPK-lastN (the last N layers full) | torchtitan (full, by it)
     none | selective | full | budget    activation checkpointing; offload: what it keeps goes to host memory
+    memory-budget                       of torchtitan alone: half of what its compiled blocks would keep
     fp8 | fp8-rowwise                   linear layers in FP8
     cpN, tpN, ppN, epN                  GPUs that share a sequence; each layer; the layers out; the experts of a layer
     microN, batchN                      sequences of a pass on a rank; sequences of a step on all GPUs
@@ -33,6 +34,7 @@ _MOBA = re.compile(r"moba-([0-9]+K?)-([0-9]+)(?:-last([0-9]+))?")
 _SIZE = re.compile(r"(cp|tp|pp|ep|micro|batch|lora|warm|steps)([1-9][0-9]*)")
 _WORDS: dict[str, dict[str, Any]] = {
     **{policy: {"policy": policy} for policy in POLICIES},
+    "memory-budget": {"policy": "memory_budget"},
     "offload": {"offload": True},
     "fp8": {"fp8": "tensorwise"},
     "fp8-rowwise": {"fp8": "rowwise"},
@@ -111,7 +113,7 @@ class Row:
             attention=_attention(self.attention),
             parallel={"cp": self.cp, "tp": self.tp, "pp": self.pp, "ep": self.ep},
             precision={"linear": "fp8", "fp8": {"scaling": self.fp8}} if self.fp8 != "off" else {},
-            activation_checkpointing=self.policy,
+            activation_checkpointing="full" if self.policy == "memory_budget" else self.policy,
             micro_batch_size=self.micro or per_gpu,
             compile=self.compiled,
             checkpoint={"every": None},
@@ -148,6 +150,8 @@ def parse_row(text: str, defaults: Row) -> Row:
                 f"{text!r}: option {option!r}; allowed: {', '.join(_WORDS)}, cpN, tpN, ppN, epN, microN, batchN, "
                 "loraN, warmN, stepsN, key.path=value"
             )
+    if row.policy == "memory_budget" and not row.by_torchtitan:
+        raise ValueError(f"{text!r}: memory-budget is of torchtitan alone; allowed: {', '.join(POLICIES)}")
     if row.by_torchtitan and (
         row.documents != "long" or row.offload or row.overrides or row.policy == "budget" or row.pp > 1 or row.lora
     ):

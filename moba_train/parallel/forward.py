@@ -13,7 +13,6 @@ from moba_train.model.loss import LossSums
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import keeps_weights
 from moba_train.parallel.float8 import update_weight_scales
-from moba_train.parallel.pipeline import schedule
 from moba_train.parallel.pipeline.model import PipelineModel
 from moba_train.torch_private import end_sums, unshared_groups
 
@@ -28,6 +27,9 @@ def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weig
     # Before the forward pass, as the loss computes its gradients there, in the compute dtype.
     shares = [batch.with_weights_divided_by(loss_weight) for batch in batches]
     if isinstance(model, PipelineModel):
+        # Not at start-up: torch's pipelines import torch._dynamo, 0.6 s of a command that compiles nothing.
+        from moba_train.parallel.pipeline import schedule
+
         yield schedule.accumulate_gradients(model, shares)
         return
     with _own_gradients(model):

@@ -1,11 +1,12 @@
 """Registers, shared memory and spills of our kernels on each GPU, by compiling them without one:
 
-    python -m tests.attention.kernel_resources
+    python -m tests.attention.kernel_resources [--check]
 
-writes the table of the installed Triton into benchmarks/measured/kernel-resources.md. Heads of 128 channels, bf16, the
-largest tiles that each GPU gets.
+writes the table of the installed Triton into benchmarks/measured/kernel-resources.md, or fails where the page has
+another one. Heads of 128 channels, bf16, the largest tiles that each GPU gets.
 """
 
+import argparse
 import re
 import subprocess
 import tempfile
@@ -70,7 +71,19 @@ def table() -> str:
     )
 
 
-if __name__ == "__main__":
+def main(check: bool) -> None:
+    """Write the table, or compare it with the page's. Raises SystemExit with the rows that the page does not have."""
     release = ".".join(triton.__version__.split(".")[:2])
-    made = table()
-    PAGE.write_text(insert_tables(PAGE.read_text(), {f"<!-- Triton {release} -->": made}))
+    page = PAGE.read_text()
+    made = insert_tables(page, {f"<!-- Triton {release} -->": table()})
+    if not check:
+        PAGE.write_text(made)
+    elif made != page:
+        other = [line for line in made.splitlines() if line not in page.splitlines()]
+        raise SystemExit("\n".join([f"{PAGE.name}: with Triton {release} it has other rows:", *other]))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    main(**vars(parser.parse_args()))

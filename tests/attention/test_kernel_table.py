@@ -2,6 +2,7 @@
 
 import doctest
 import re
+import runpy
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -152,6 +153,16 @@ def test_what_costs_the_fastest_kernels_is_named_once_with_what_is_lost(
     (warning,) = found
     for part in (*parts, "slower", "the backward pass with blocks of 256, 512, 1024, 2048, 4096"):
         assert part in str(warning.message), part
+
+
+def test_the_fastest_kernels_can_be_tried_with_another_release_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = facts(replace(HOPPER, triton="3.7.0"))
+    with pytest.warns(UserWarning, match=r"Triton 3\.7\.0 is installed, but the fastest kernels"):
+        assert kernel_for("forward", newer).file == "triton/blocks_from_144_forward.py"
+    monkeypatch.setenv("MOBA_GLUON_TRITON", "3.7")
+    again: dict[str, Any] = runpy.run_path(str(table.__file__))
+    assert again["kernel_for"]("forward", newer).file == "hopper/blocks_from_512_forward.py"
+    assert again["kernel_for"]("backward", newer).file == "hopper/blocks_256_to_4096_gradients.py"
 
 
 def test_no_pass_is_an_error_with_every_reason() -> None:

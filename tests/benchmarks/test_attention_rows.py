@@ -31,7 +31,7 @@ def test_a_row_is_read_and_written(text: str, case: Case) -> None:
     [
         ("8K", "TOKENS:BLOCK/TOPK"),
         ("8K:512", "TOKENS:BLOCK/TOPK"),
-        ("8K:512/3,width=3", "'width=3' given, allowed: heads, kv, d, routing, documents"),
+        ("8K:512/3,width=3", "'width=3' given, allowed: heads, kv, d, routing, documents, inputs"),
         ("8K:512/3,routing=bad", "'bad' given, allowed: random, sink, local, uniform"),
         ("8K:512/3,heads=x", "heads 'x' given, a whole number"),
         ("8K:512/3,heads=6,kv=4", "4 key/value heads do not divide 6"),

@@ -104,6 +104,10 @@ def test_long_rows_leave_dense_attention_out(
     run(monkeypatch, "--rows", "256:64/2", "256:64/2,routing=uniform", "--output", str(output), *up_to)
     plain, varied = json.loads(output.read_text())["results"]
     assert set(plain["columns"]) == {"auto", plain["backend"], "other"} | dense
+    run(monkeypatch, "--rows", "256:64/2", "--output", str(output), "--peers", "other")
+    assert set(json.loads(output.read_text())["results"][0]["columns"]) == {"auto", plain["backend"], "other"}
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, "--rows", "256:64/2", "--peers", "othr")
     assert set(varied["columns"]) == {"auto", varied["backend"]} | dense, (
         "other implementations of MoBA run plain rows only"
     )

@@ -6,16 +6,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import mechanisms, mechanisms_table
+from benchmarks.mechanism_peers import PEERS
 from benchmarks.mechanisms import Row, measured, model_of_one_layer, on_cpu
 from benchmarks.mechanisms_table import MARKER, compared, render
 from benchmarks.record import END
 from moba_train.attention.registry import KINDS
+from moba_train.config.attention import LayerAttention
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -25,6 +29,12 @@ TINY = model_of_one_layer(32, 4, 2, 8)
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["mechanisms.py", *arguments])
     mechanisms.main()
+
+
+def kind_of(text: str) -> LayerAttention:
+    attention = Row.parse(text).attention
+    assert attention is not None
+    return attention
 
 
 def times(both: float, peak: float | None = None) -> dict[str, Any]:
@@ -50,6 +60,32 @@ def test_every_kind_runs_or_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert 0.5 < share < 1
     assert moba["time_per_pair"] == pytest.approx(moba["time_ratio"] / share)
     assert by_name["moba"]["skipped"].startswith("block_size: given 512 in the layer, which does not fit")
+
+
+def test_packages_of_others_are_rows_and_a_missing_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Row.parse(name) for name in PEERS]
+    deadline = time.monotonic() + 60
+    missing = [result["error"] for result in measured(rows, [32], TINY, CPU, on_cpu, deadline)]
+    assert all(error.startswith("ModuleNotFoundError: No module named") for error in missing)
+
+    def nsa(q: Tensor, k: Tensor, v: Tensor, *, window_size: int, **gates: Any) -> Tensor:
+        assert [x.shape for x in (q, k, v, gates["g_swa"])] == [(1, 32, 4, 8), (1, 32, 2, 8), (1, 32, 2, 8), (1, 32, 4)]
+        assert window_size == 0, "flash-attn 2 is not installed"
+        return q * 2
+
+    def msa(
+        q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, **_options: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert [x.shape[1] for x in (q_proxy, k_proxy, q, k, v)] == [2, 1, 4, 2, 2]
+        return q.transpose(1, 2).flatten(2), torch.zeros((), requires_grad=True)
+
+    monkeypatch.setitem(sys.modules, "fla.ops.nsa.parallel", SimpleNamespace(parallel_nsa=nsa, flash_attn_func=None))
+    monkeypatch.setitem(sys.modules, "flash_msa", SimpleNamespace(flash_msa_func=msa))
+    results = [*measured(rows, [32], TINY, CPU, on_cpu, deadline)]
+    assert [result["both_ms"]["count"] for result in results] == [1, 1]
+    settings = {"hidden_size": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "bfloat16"}
+    source = {"device": "none", "torch": "2", "commit": "0123456789", "command": "python", "settings": settings}
+    assert "| `fla-nsa` |" in render({**source, "results": results})
 
 
 @pytest.mark.parametrize(
@@ -90,7 +126,7 @@ def test_rows_that_time_or_memory_do_not_allow_are_left_out(monkeypatch: pytest.
 
 def test_the_kind_gets_what_the_models_layer_hands_to_it() -> None:
     """Queries, keys and values of the layer's own projections, each waiting for a gradient."""
-    layer = mechanisms.MechanismLayer(Row.parse("moba:block_size=16,topk=2"), TINY, 48, CPU)
+    layer = mechanisms.MechanismLayer(kind_of("moba:block_size=16,topk=2"), TINY, 48, CPU)
     (out, gradient), *others = layer.forward()
     assert not others
     assert out.shape == gradient.shape == (48, 4, 8)
@@ -112,7 +148,7 @@ def test_a_layer_holds_its_leaves_alone_and_ends_without_the_garbage_collector(k
     gc.collect()
     gc.disable()
     try:
-        layer = mechanisms.MechanismLayer(Row.parse(kind), TINY, tokens, CPU)
+        layer = mechanisms.MechanismLayer(kind_of(kind), TINY, tokens, CPU)
         leaves = sum(x.numel() for x in layer.leaves if len(x) == tokens)
         assert living() == leaves + sum(x.numel() for x in layer.upstream)
         layer.both()

@@ -28,7 +28,13 @@ BEGAN = datetime(2026, 11, 26, 15, 30).timestamp()
 
 def options(tmp_path: Path, **other: Any) -> argparse.Namespace:
     given = {"model": "tiny", "layers": 2, "gpus": 2, "sequences_per_gpu": 1, "rows": []}
-    limits = {"row_seconds": 60.0, "budget_seconds": 60.0, "append": False, "output": tmp_path / "result.json"}
+    limits = {
+        "row_seconds": 60.0,
+        "budget_seconds": 60.0,
+        "append": False,
+        "repetitions": 1,
+        "output": tmp_path / "result.json",
+    }
     return argparse.Namespace(**given | limits | other)
 
 
@@ -91,6 +97,13 @@ def test_defaults_that_torchtitan_does_not_take_are_those_of_our_rows_alone() ->
     assert (ours.policy, ours.pp) == ("budget", 2)
     assert (theirs.policy, theirs.pp, theirs.tp, theirs.fp8, theirs.steps) == ("none", 1, 2, "rowwise", 9)
     assert parse_row("8K:torchtitan", Row(policy="full")).policy == "full"
+    half = parse_row("8K:torchtitan:memory-budget", Row())
+    assert half.policy == "memory_budget"
+    assert half.recipe("tiny", Path("corpus"), Path("run"), 2, 1)["activation_checkpointing"] == "full"
+    with pytest.raises(
+        ValueError, match="memory-budget is of torchtitan alone; allowed: none, selective, full, budget"
+    ):
+        parse_row("8K:full:memory-budget", Row())
     for option in ("budget", "pp2", "offload", "lora4", "optim.lr=0.5"):
         with pytest.raises(ValueError, match=f"'8K:torchtitan:{option}': torchtitan takes"):
             parse_row(f"8K:torchtitan:{option}", Row())
@@ -143,6 +156,34 @@ def test_rows_are_killed_when_measured_and_saved_one_by_one(
     training.run([parse_row("8K:full", Row())], options(tmp_path, append=True, budget_seconds=0.0))
     assert json.loads(arguments.output.read_text())["results"].keys() == results.keys()
     assert "not run" in capsys.readouterr().out
+
+
+def test_rows_are_launched_by_turns_and_their_spread_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched: list[str] = []
+
+    def measure(row: Row, *_: Any) -> dict[str, Any]:
+        launched.append(row.name)
+        if row.seq_len == 2048:
+            return {"wall_s": 0.0, "error": "broken"}
+        rate = 100.0 * len(launched)
+        return {"wall_s": 0.0, "tokens_per_s_per_device": {"median": rate}, "step_s": {"median": 1.0}}
+
+    monkeypatch.setattr(training, "measure", measure)
+    rows = [parse_row(text, Row()) for text in ("1K:full", "2K:full", "1K:torchtitan:memory-budget")]
+    arguments = options(tmp_path, repetitions=3)
+    assert training.run(rows, arguments) == ["2K:full"]
+    names = [row.name for row in rows]
+    assert launched == [*names, names[0], names[2], names[0], names[2]], "by turns; what failed is not tried again"
+    result = json.loads(arguments.output.read_text())["results"]["1K:full"]
+    assert result["rates"] == [100, 400, 600]
+    assert result["of_launches"] == {"median": 400, "min": 100, "max": 600, "count": 3}
+    assert "| `1K:full` | 1.000 | 400 (100 to 600) |" in capsys.readouterr().out
+
+    training.run(rows[:1], options(tmp_path, append=True))
+    result = json.loads(arguments.output.read_text())["results"]["1K:full"]
+    assert result["rates"] == [100, 400, 600, 800], "a sitting may be several calls"
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,11 @@ def test_stages_may_share_sequences_among_different_numbers_of_ranks(load: Load)
         ),
         (["parallel.tp_overlap=true"], 2, "parallel.tp_overlap: given true, but parallel.tp is 1; it needs"),
         (["parallel.tp=2", "parallel.tp_overlap=true"], 2, "parallel.tp_overlap: given true, but compile is false"),
+        (
+            ["parallel={tp: 2, tp_overlap: true}", "compile=true", "stages.1.parallel.cp=2"],
+            4,
+            "parallel.tp_overlap: given true, but parallel.cp is 2; it needs parallel.tp above 1, cp 1 and",
+        ),
         (["parallel.tp=2"], 5, "parallel.tp: given 2, which does not divide the 5 ranks; allowed: 1, 5"),
         (
             ["parallel={tp: 2, fsdp_copy_engines: true}"],

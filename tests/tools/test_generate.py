@@ -16,8 +16,9 @@ from moba_train.config.model import ModelConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.tools.inference import generate as generate_module
-from moba_train.tools.inference.cache import CachedAttention, CachePlan
+from moba_train.tools.inference.cache import CachedAttention, CachePlan, Decode
 from moba_train.tools.inference.generate import Sampling, _sample, generate, generate_batch
+from moba_train.tools.inference.graph import cuda_graph
 from tests.attention.kind_checks import MODEL, small_model
 
 CONFIG = ModelConfig(vocab_size=97, hidden_size=32, intermediate_size=48, layers=3, heads=4, kv_heads=2)
@@ -64,6 +65,26 @@ def test_full_decoding_of_a_moba_model_prefills_sparsely() -> None:
     answer = list(generate(model, prompt(60), 40, temperature=0))
     assert answer[0] == most_likely(model, prompt(60))[-1]
     assert answer != list(generate(model, prompt(60), 40, temperature=0, decode="own"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("decode", ["own", "full"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_cuda_graph_says_what_launches_one_by_one_say(decode: Decode, temperature: float) -> None:
+    """The graph is recorded anew after 64 tokens, or 128 with full attention alone."""
+    options = {"block_size": 64, "topk": 2, "select": "group"}
+    model = small_model("moba", options, MODEL.model_copy(update={"head_dim": 64})).bfloat16().cuda()
+    kinds = model.attention_kinds()
+    model.set_attention([kinds[0], FullKind(FullKind.Options(), 64)])
+    prompts = [[token % 50 for token in prompt(length)] for length in (1, 100)]
+    for one in prompts:
+        graph, launches = (
+            list(generate_batch(model, [one], 300, Sampling(temperature), decode=decode, record=record))
+            for record in (cuda_graph, None)
+        )
+        assert len(graph) == 300
+        assert graph == launches
 
 
 def test_sampling_repeats_with_the_seed_and_differs_without() -> None:

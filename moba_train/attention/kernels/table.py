@@ -25,9 +25,9 @@ from moba_train.attention.layout import Layout
 
 HALF = (torch.float16, torch.bfloat16)
 _HOPPER = (9, 0)
-_GLUON_TRITON = "3.6"
+_GLUON_TRITON = os.environ.get("MOBA_GLUON_TRITON", "3.6")
 """Release of Triton with which the kernels in Gluon were checked and timed on a GPU. With 3.7 to 3.9 they compile,
-spill up to 216 bytes, one in its loop with 3.9, and never ran."""
+spill up to 216 bytes, one in its loop with 3.9, and never ran: set MOBA_GLUON_TRITON=3.7 to try them with 3.7."""
 _MOST_HISTORY = 127
 """History blocks of a query at most: topk up to 128. More were never tested; lists count to 2**31 slots."""
 

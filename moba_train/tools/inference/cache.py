@@ -7,6 +7,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from math import gcd
 from typing import Literal, get_args
 
 import torch
@@ -18,7 +19,9 @@ from moba_train.attention.facets.takes_selection import TakesSelection
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.cached_keys import CachedKeys, last_tokens
 from moba_train.attention.kernels.common.merge import with_sink
+from moba_train.attention.kernels.table import kernel_decodes
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention
 from moba_train.attention.shard import Generation, Shard, ShardPlace
 
@@ -57,6 +60,9 @@ class CachePlan:
         """Rows of the cache that take the new keys and values."""
         self.layout = packed_layout([0])
         """The running sequences up to their newest tokens; the new tokens are its queries."""
+        self.unit = 128
+        """Tokens in which the launches of a new token do not change: keys that a program of the decode kernel reads at
+        a time, and whole units of every layer's summaries are multiples of it. 0: they may change with every token."""
 
     def read(self, sequence: int, tokens: int) -> None:
         """The next call brings this many tokens of the sequence's prompt."""
@@ -122,7 +128,10 @@ class CachedAttention(Engine):
         stored = self._append(k_TKD, v_TKD, attention)
         cached = CachedKeys(stored.k_RKD, stored.v_RKD, plan.ranges(), plan.layout, None)
         if plan.prompt is None and self._decode == "full" and attention.facts.decodes_full:
-            return _full_attention(q_THD.shape[-1]).decode(q_THD, cached)
+            attention = _full_attention(q_THD.shape[-1])
+            plan.unit = _repeated(attention, q_THD, plan.unit)
+            return attention.decode(q_THD, cached)
+        plan.unit = _repeated(attention, q_THD, plan.unit) if plan.prompt is None else plan.unit
         self._summarize(stored, attention)
         cached = replace(cached, summaries=self._packed_summaries(stored, attention))
         if plan.prompt is None and isinstance(attention, Decodes):
@@ -131,6 +140,7 @@ class CachedAttention(Engine):
 
     def shard(self, layout: Layout) -> Shard:
         """The new tokens, what the layer has gathered of all tokens so far, and its states."""
+        self._plan.unit = 0
         attends_to_all = self._plan.prompt is None and self._decode == "full"
         return CachedShard(self._plan, Generation(attends_to_all, self._states), self._gathered)
 
@@ -271,6 +281,15 @@ class _RunningStates(MutableMapping[str, Tensor]):
         return self._plan.layout.cached(
             "running", lambda: torch.tensor(running).to(self._plan.device, non_blocking=True)
         )
+
+
+def _repeated(attention: LocalAttention, q_BHD: Tensor, unit: int) -> int:
+    """`CachePlan.unit` with this attention: only the decode kernel finds a sequence's length on the device."""
+    if type(attention) is FullAttention:
+        return unit if attention.options.backend == "auto" and kernel_decodes(q_BHD) else 0
+    if type(attention) is not MobaAttention or attention.backend not in ("auto", "triton"):
+        return 0
+    return gcd(unit, attention.block_size) if unit and kernel_decodes(q_BHD, attention.block_size) else 0
 
 
 @cache

@@ -11,6 +11,7 @@ from torch import Tensor
 from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.model.transformer import Transformer
 from moba_train.tools.inference.cache import CachedAttention, CachePlan, Decode, check_decode
+from moba_train.tools.inference.graph import Record, RepeatedToken
 
 PREFILL_TOKENS = 65_536
 """Tokens of a prompt in one forward pass, or as near to it as `KindFacts.prefill_unit` allows: that bounds the
@@ -75,11 +76,13 @@ def generate_batch(
     decode: Decode = "full",
     on_prefill: Callable[[int], object] = lambda _tokens: None,
     ended: Callable[[int], bool] = lambda _sequence: False,
+    record: Record | None = None,
 ) -> Generator[dict[int, int], None, None]:
     """Yield, for each step, the next token id of every running sequence by the sequence's index in `prompts`.
 
     A sequence ends after `max_new_tokens`, before one of `stop_tokens`, which is not yielded, or where `ended` says so,
-    which is asked by the sequence's index after each of its tokens. Prompts of any lengths are read one by one with
+    which is asked by the sequence's index after each of its tokens. `record`: repeats the launches of a single
+    sequence's tokens (graph.py); None: every token runs as written. Prompts of any lengths are read one by one with
     each layer's own attention, `PREFILL_TOKENS` at a time; `on_prefill` gets the number of tokens that a pass has read.
     New tokens attend as `decode` says. Sequence i draws with seed + i: what it says depends on the others by rounding
     only, and is the same again on the same device. Raises ValueError for an empty prompt, values out of range, or an
@@ -100,6 +103,7 @@ def generate_batch(
     generators = [torch.Generator(device).manual_seed(sampling.seed + index) for index in range(len(prompts))]
     plan = CachePlan([len(prompt) + max_new_tokens for prompt in prompts], device)
     model.set_engines([CachedAttention(plan, decode) for _ in model.blocks])
+    repeated = RepeatedToken(model, plan, record) if record and len(prompts) == 1 else None
     try:
         logits = {index: _read(model, plan, index, prompt, on_prefill) for index, prompt in enumerate(prompts)}
         for step in range(max_new_tokens):
@@ -110,7 +114,7 @@ def generate_batch(
             running = {index: token for index, token in tokens.items() if not ended(index)}
             if not running or step == max_new_tokens - 1:
                 return
-            logits = _next(model, plan, running)
+            logits = _next(model, plan, running, repeated)
     finally:
         model.set_engines([LOCAL_ENGINE] * len(model.blocks))
 
@@ -132,8 +136,14 @@ def _read(
     return logits_1V[0]
 
 
-def _next(model: Transformer, plan: CachePlan, tokens: dict[int, int]) -> dict[int, Tensor]:
+def _next(
+    model: Transformer, plan: CachePlan, tokens: dict[int, int], repeated: RepeatedToken | None
+) -> dict[int, Tensor]:
     """Logits [V] behind the new token of each running sequence."""
+    if repeated is not None:
+        (only,) = tokens
+        if (logits_V := repeated(only, tokens[only])) is not None:
+            return {only: logits_V}
     # Before `plan.decode`, which counts the new tokens.
     positions_B = torch.tensor([plan.lengths[index] for index in tokens]).to(plan.device, non_blocking=True)
     plan.decode(list(tokens))

@@ -1,0 +1,125 @@
+"""Seconds of a prompt and milliseconds of a new token of a whole model, with and without a CUDA graph, on one GPU.
+
+    python -m benchmarks.generation --contexts 128K --output benchmarks/results/generation-8b-h200.json
+    python -m benchmarks.generation --layers 24 --contexts 1M --output benchmarks/results/generation-24-layers-h200.json
+
+Random weights and tokens, one sequence, bf16. The prompt is read with MoBA; new tokens attend to all of it (`full`) or
+to the selected blocks (`own`). A token's time is the host's, from one token to the next, drawn greedily; those of the
+first unit, which compile and record, are left out. The text must be the same with and without the graph. The keys and
+values of an 8B model of 32 layers take 128 GiB at 1M tokens, which an H200 does not have beside the weights.
+"""
+
+import argparse
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.options import length, need_gpus
+from benchmarks.record import markdown, save, spread
+from benchmarks.trainer_run import model_shape
+from moba_train.attention.moba.moba_local import MobaAttention
+from moba_train.attention.registry import KINDS
+from moba_train.config.model import ModelConfig
+from moba_train.model.build import initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.tools.inference.cache import Decode
+from moba_train.tools.inference.generate import Sampling, generate_batch
+from moba_train.tools.inference.graph import cuda_graph
+
+WARM = 130
+"""Tokens that are not timed: a graph is recorded anew after 128 at the latest."""
+DECODES: tuple[Decode, ...] = ("full", "own")
+
+
+def random_model(shape: dict[str, Any], options: MobaAttention.Options, device: torch.device) -> Transformer:
+    """A model whose layers are all MoBA, in bf16."""
+    config = ModelConfig(**shape)
+    with torch.device("meta"):
+        model = Transformer(config, [{} for _ in range(config.layers)])
+    model = model.to(torch.bfloat16).to_empty(device=device)
+    initialize_weights(model, seed=0)
+    model.set_attention([KINDS["moba"](options, config.head_width)] * config.layers)
+    return model.eval()
+
+
+def run(model: Transformer, prompt: list[int], tokens: int, decode: Decode, graph: bool) -> dict[str, Any]:
+    """Seconds of the prompt, spread of the milliseconds of `tokens` tokens, peak memory and the text."""
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    steps = generate_batch(
+        model,
+        [prompt],
+        WARM + tokens,
+        Sampling(temperature=0),
+        decode=decode,
+        record=cuda_graph if graph else None,
+    )
+    text, times = [], []
+    for step in steps:
+        text.append(step[0])
+        times.append(time.perf_counter())
+    ms = [1000 * (after - before) for before, after in pairwise(times)]
+    timed = spread(ms[WARM:])
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return {"prompt_s": times[0] - began, "token_ms": timed, "peak_gib": peak, "text": text}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """A line for each context, attention of new tokens, and way to launch."""
+    rows = [["context", "new tokens attend", "launches", "prompt, s", "token, ms", "peak GiB"]]
+    for result in results:
+        launches = "CUDA graph" if result["graph"] else "by the host"
+        facts = [f"{result['context'] // 1024}K", result["decode"], launches]
+        if "error" in result:
+            rows.append([*facts, result["error"], "", ""])
+            continue
+        numbers = f"{result['prompt_s']:.1f}", f"{result['token_ms']['median']:.2f}", f"{result['peak_gib']:.1f}"
+        rows.append([*facts, *numbers])
+    return markdown(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama3-8b", help="a file of configs/models")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--contexts", type=length, nargs="+", default=[2**17], help="tokens, e.g. 128K")
+    parser.add_argument("--moba", default="512/8", help="BLOCK/TOPK, selected once for the heads of a group")
+    parser.add_argument("--tokens", type=int, default=100, help="new tokens that are timed")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    need_gpus(parser)
+    block_size, topk = (int(number) for number in given.moba.split("/"))
+    options = MobaAttention.Options(block_size=block_size, topk=topk, select="group")
+    shape = model_shape(given.model) | ({"layers": given.layers} if given.layers else {})
+    model = random_model(shape, options, torch.device("cuda"))
+    results: list[dict[str, Any]] = []
+    differ = False
+    for context in given.contexts:
+        prompt = torch.randint(shape["vocab_size"], (context,), generator=torch.Generator().manual_seed(0)).tolist()
+        for decode in DECODES:
+            texts = []
+            for graph in (False, True):
+                result = {"context": context, "decode": decode, "graph": graph}
+                try:
+                    result |= run(model, prompt, given.tokens, decode, graph)
+                    texts.append(result.pop("text"))
+                except torch.OutOfMemoryError as error:
+                    result["error"] = f"out of memory: {str(error).partition('. ')[0]}"
+                torch.cuda.empty_cache()
+                results.append(result)
+                print(table([result]).splitlines()[-1], flush=True)
+                if given.output:
+                    save(given.output, {"model": given.model, "layers": shape["layers"], "moba": given.moba}, results)
+            if len(texts) == 2 and texts[0] != texts[1]:
+                print(f"{decode} at {context} tokens: the text with the graph is another one", flush=True)
+                differ = True
+    print(f"\n{table(results)}")
+    sys.exit(int(differ))
+
+
+if __name__ == "__main__":
+    main()
