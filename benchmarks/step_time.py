@@ -36,7 +36,7 @@ from moba_train.memory.flops import stage_documents
 from moba_train.parallel.links import LINKS
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.plan.rates import MeasuredLayer, Rates, named_gpu, read_rates, shipped_rates
-from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
+from moba_train.tools.plan.step_time import NORM_BYTES, Machine, StageStep, attention_times, predict_step
 
 RESULTS = Path(__file__).parent / "results"
 COMPARED = "benchmarks/measured/planning.md"
@@ -128,7 +128,9 @@ LOGITS_ONCE = {
     "training-8b-1m-512-8-h200-x4.json",
 }
 """Files of that day whose loss computed its logits once, as it does since."""
-WHOLE_FILES = "training-8b-*.json"
+FIRST_DAY_OF_FEWER_COPIES = "2026-11-29"
+"""Since then, what no other rank has a part of is copied less; what it took before is left out of older times."""
+WHOLE_FILES = ("training-8b-*.json", "training-experts-lone-rank-h200.json")
 """Results of `benchmarks.training` of which all rows are compared."""
 WAITED = f"Ulysses, before `auto` took all-gather, and ranks waited for each other; measured again (`{LENGTHS}`)"
 SLOW_FLOAT8 = "before FP8's weights were cast in one pass, and norms' gradients apart from transposed casts"
@@ -184,6 +186,9 @@ LEFT_OUT = {
     ): "torch's choice of kernels by measuring, which plan knows no rates of",
     ("training-8b-128k-lora-h200.json", ""): "adapters on a frozen base: predicted 9 and 19 % longer",
     ("training-8b-128k-lora-budget-h200.json", ""): "adapters on a frozen base: predicted 18 % longer",
+    ("training-experts-h200.json", ""): "what a rank has alone was copied more; measured again; at 128K predicted 11 % "
+    "longer, as is the dense model",
+    ("training-experts-h200-x4.json", ""): "routers of random weights sent all tokens to few experts",
     ("miniatures-h200.json", ""): "25.7M parameters, steps of 68 to 208 ms: predicted 1 to 29 % shorter",
 }
 """Rows with the time of training steps that are not predicted, and why: a file, and the row or all (an empty text)."""
@@ -248,18 +253,33 @@ def compare(rates_of: RatesOf = shipped_rates, steps: Sequence[Measured] | None 
     """Measured steps beside those that the rates of their GPUs predict; None: all steps."""
     with tempfile.TemporaryDirectory() as folder:
         chosen = all_steps() if steps is None else steps
-        return [_compared(step, _predict(step, rates_of, Path(folder))) for step in chosen]
+        predicted = [_predict(step, rates_of, Path(folder)) for step in chosen]
+    return [_compared(step, found, rates_of(measured_gpu(step))) for step, found in zip(chosen, predicted, strict=True)]
 
 
-def _compared(step: Measured, predicted: StageStep) -> Compared:
-    missing = predicted.time.optimizer if "lacks_update" in _content(RESULTS / step.file) else 0.0
-    return Compared(step, measured_seconds(step) + MISSING_SHARE * missing, predicted)
+def _compared(step: Measured, predicted: StageStep, rates: Rates) -> Compared:
+    content = _content(RESULTS / step.file)
+    missing = predicted.time.optimizer if "lacks_update" in content else 0.0
+    more = _copied_more(predicted, rates) if content["date"] < FIRST_DAY_OF_FEWER_COPIES else 0.0
+    return Compared(step, measured_seconds(step) + MISSING_SHARE * missing - more, predicted)
+
+
+def _copied_more(predicted: StageStep, rates: Rates) -> float:
+    """Seconds of copies of what no other rank had a part of: at each gather out of its buffer (4 bytes an element), and
+    of gradients that were added up, which now begin with the first (4 less for further micro-batches)."""
+    mesh, stage = predicted.mesh, predicted.stage
+    if mesh.ranks > mesh.tp:
+        return 0.0
+    elements = predicted.time.optimizer / (rates.update_s["adamw"] + NORM_BYTES / rates.memory)
+    passes = stage.batch_sequences // stage.micro_batch_size
+    stay = sum(layer.weights for layer in predicted.activations.layers) / len(predicted.activations.layers)
+    return 4 * elements * (passes * (1 - stay) + 1) / rates.memory
 
 
 def all_steps() -> list[Measured]:
     """STEPS, and what the whole files have besides."""
     listed = {(step.file, step.keys) for step in STEPS}
-    rows = [row for file in sorted(RESULTS.glob(WHOLE_FILES)) for row in rows_of(file)]
+    rows = [row for files in WHOLE_FILES for file in sorted(RESULTS.glob(files)) for row in rows_of(file)]
     rows = [row for row in rows if not {(row.file, ""), (row.file, row.keys[0])} & LEFT_OUT.keys()]
     return [*STEPS, *(row for row in rows if (row.file, row.keys) not in listed)]
 

@@ -105,6 +105,7 @@ def job(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
         },
         "activation_checkpoint": {"mode": settings["policy"], "selective_ac_option": "op"},
         "compile": {"enable": settings["compiled"]},
+        "debug": {"moe_force_load_balance": settings["even"]},
     }
     if settings["fp8"] != "off":
         sections["model"]["converters"] = ["quantize.linear.float8"]

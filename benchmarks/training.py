@@ -123,6 +123,7 @@ def _command(row: Row, folder: Path, arguments: argparse.Namespace) -> list[str]
     if not row.by_torchtitan:
         recipe = _recipe(row, folder, arguments)
         program = "benchmarks.random_base" if row.lora else "moba_train.train"
+        program = "benchmarks.even_experts" if row.even else program
         return trainer_command(recipe, folder / "recipe.yaml", arguments.gpus, *row.overrides, program=program)
     if find_spec("torchtitan") is None:
         raise ImportError("torchtitan is not installed here (pip install torchtitan==0.2.2): row left out")
@@ -133,7 +134,7 @@ def _command(row: Row, folder: Path, arguments: argparse.Namespace) -> list[str]
         "steps": row.warm + row.steps + 1,
         "sequences": _sequences(row, arguments),
         "micro_batch_size": row.micro or arguments.sequences_per_gpu,
-        **{key: getattr(row, key) for key in ("seq_len", "cp", "tp", "ep", "policy", "fp8", "compiled")},
+        **{key: getattr(row, key) for key in ("seq_len", "cp", "tp", "ep", "policy", "fp8", "compiled", "even")},
     }
     file = folder / "torchtitan.json"
     file.write_text(json.dumps(settings))

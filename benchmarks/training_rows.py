@@ -11,12 +11,13 @@ LENGTH:ATTENTION, then options in any order:
     loraN                               adapters of rank N in all linear layers are trained, on a base of random weights
     warmN, stepsN                       steps that are left out of the numbers; steps that are measured
     eager                               blocks are not compiled
+    even                                tokens take experts in turn, whatever the router of random weights prefers
     packed                              documents of 4K to 64K tokens; else one that is longer than the sequences
     key.path=value                      any other key of the recipe
 
 With --model qwen3-30b-a3b, `model.moe=null` is the dense model of as many active parameters: its feed-forward is as
 wide as all active experts together. Untrained routers of a deep model choose few experts, for all tokens the same:
-`expert_load_max` of the result says so, and `model.residual_scale=0.1` keeps the tokens different.
+`expert_load_max` of the result says so, and `even` is for these.
 """
 
 import re
@@ -38,6 +39,7 @@ _WORDS: dict[str, dict[str, Any]] = {
     "fp8": {"fp8": "tensorwise"},
     "fp8-rowwise": {"fp8": "rowwise"},
     "eager": {"compiled": False},
+    "even": {"even": True},
     "packed": {"documents": "packed"},
 }
 
@@ -69,6 +71,8 @@ class Row:
     steps: int = 6
     """Steps that are measured."""
     compiled: bool = True
+    even: bool = False
+    """Experts are taken in turn."""
     documents: Literal["long", "packed"] = "long"
     overrides: tuple[str, ...] = ()
     """Further keys of the recipe, `key.path=value`."""

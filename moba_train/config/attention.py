@@ -27,7 +27,7 @@ class AttentionConfig(OpenSection):
 
     members = ATTENTION_KINDS
     defaults_stand = True
-    called_here = {"kind": "default"}
+    not_here = {"kind": "did you mean 'default'?"}
 
     default: str = Field("moba", description="kind of every layer not named below, any that has a section here")
     full_layers: LayerPattern = Field("none", description=f"layers with full attention: {PATTERNS}")

@@ -37,8 +37,8 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
-    called_here: ClassVar[Mapping[str, str]] = {}
-    """Keys that other sections have and this one has under another name, for messages."""
+    not_here: ClassVar[Mapping[str, str]] = {}
+    """Keys that one may expect here, each with a hint for the message that refuses it."""
 
     @classmethod
     def fields(cls) -> dict[str, FieldInfo]:

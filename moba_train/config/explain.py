@@ -184,8 +184,8 @@ def _example(section: type[Section], listed: bool) -> str:
 
 def _unknown_key(key: str, section: type[Section] | None, root: type[Section]) -> str:
     known = list(section.fields()) if section is not None else []
-    called = section.called_here.get(key) if section is not None else None
-    hint = f" (did you mean {called!r}?)" if called else did_you_mean(key, known)
+    told = section.not_here.get(key) if section is not None else None
+    hint = f" ({told})" if told else did_you_mean(key, known)
     if not hint:
         elsewhere = [path for path, _ in walk(root) if path.rpartition(".")[2] == key]
         hint = f"; a key of that name is at {' and '.join(elsewhere)}" if elsewhere else ""

@@ -79,8 +79,8 @@ class Learner:
             losses.add(part)
         return losses
 
-    def measure(self, losses: StepLosses, loss_weight: float, kinds: Sequence[str]) -> StepResult:
-        """Loss and gradient norms of the step over all ranks. `losses`, this rank's part, is summed in place.
+    def measure(self, losses: StepLosses, loss_weight: float, kinds: Sequence[str], step: int) -> StepResult:
+        """Loss and gradient norms of `step` over all ranks. `losses`, this rank's part, is summed in place.
 
         kinds: attention kind of each layer if the norms by kind are wanted; else empty
         """
@@ -95,7 +95,7 @@ class Learner:
         if self.model.objective is not None:
             further |= self.model.objective.measured()
         for steps, options, modules in each_kind(self.model):
-            further |= steps.measure(modules, options, self.model.config.layers, self._device)
+            further |= steps.measure(modules, options, self.model.config.layers, self._device, step)
         return StepResult.read(losses, own_loss_sum, self._gradients.norm(), further)
 
     def update(self, lr: float, grad_norm: float) -> None:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import islice, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -87,25 +87,24 @@ class StepResult:
     """Sum of this rank's weighted token losses, a scalar."""
     numbers: dict[str, float]
     """`loss`, and `grad_norm`, the L2 norm of all gradients before clipping; on the host."""
-    further: dict[str, float]
-    """Further metrics, on the host: the norm of the gradients of each attention kind's layers, and auxiliary losses."""
+    further: dict[str, Any]
+    """Further metrics, numbers or lists: gradient norms by attention kind, auxiliary losses, loads of experts."""
 
     @staticmethod
     def read(losses: StepLosses, own_loss_sum: Tensor, grad_norm: Tensor, norms: dict[str, Tensor]) -> "StepResult":
-        """Waits once for the GPU, for all numbers together. `losses` and norms: over all ranks, float32 scalars.
+        """Waits once for the GPU, for all numbers together. `losses` and norms: over all ranks, float32, [] or [n].
 
         What was read later would wait for the update as well, and the GPU then for the host.
         """
         found = {"loss": losses.loss, "grad_norm": grad_norm} | norms
         # One transfer: read one by one after the update, the norms made the host wait for all of the update and the GPU
         # then for the host, 4.5 to 5 ms of the 8B's step at 8K on two H200 (profile of commit 85230d1, not kept).
-        scalars = torch.stack([*found.values()])
-        auxiliary = losses.auxiliary if losses.auxiliary is not None else scalars[:0]
-        values = torch.cat([scalars, auxiliary]).tolist()
-        named = dict(zip(found, values, strict=False))
+        auxiliary = losses.auxiliary if losses.auxiliary is not None else losses.loss.new_zeros(0)
+        read = iter(torch.cat([part.flatten() for part in (*found.values(), auxiliary)]).tolist())
+        named: dict[str, Any] = {key: [*islice(read, len(x))] if x.dim() else next(read) for key, x in found.items()}
         numbers = {name: named.pop(name) for name in ("loss", "grad_norm")}
         known = {name: value for name, value in named.items() if value != -math.inf}  # no layer notes its `max_lse`
-        return StepResult(own_loss_sum, numbers, known | _auxiliary_metrics(values[len(found) :]))
+        return StepResult(own_loss_sum, numbers, known | _auxiliary_metrics([*read]))
 
     @property
     def is_finite(self) -> bool:

@@ -296,7 +296,7 @@ class Trainer:
     def _measure(self, stage: Stage, counts: StepCounts, losses: StepLosses) -> StepResult:
         """Loss and gradient norms of the step over all ranks; those by attention kind if the step is logged."""
         kinds = stage.kinds if self._is_logged(self.progress.step) else ()
-        return self.learner.measure(losses, counts.loss_weight, kinds)
+        return self.learner.measure(losses, counts.loss_weight, kinds, self.progress.step)
 
     def _run_again(self, stage: Stage, batches: list[Batch], counts: StepCounts, first: StepResult) -> StepResult:
         """The result of a second run of the step on the same batch with the same weights; called where the `first` is

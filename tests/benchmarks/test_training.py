@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import random_base, torchtitan_peer, trainer_run, training, training_plot
+from benchmarks import even_experts, random_base, torchtitan_peer, trainer_run, training, training_plot
 from benchmarks.random_base import write_base
 from benchmarks.trainer_run import model_shape, run_until, write_corpus
 from benchmarks.training_rows import Row, parse_row
@@ -297,6 +297,18 @@ def test_adapters_of_a_row_train_on_random_weights(tmp_path: Path) -> None:
     assert random_base.train(command[command.index("benchmarks.random_base") + 1 :]) == 0
     losses = [record["loss"] for record in read_records(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
     assert losses == pytest.approx([math.log(vocabulary)] * 3, rel=0.05)
+
+
+def test_even_rows_send_equally_many_tokens_to_each_expert(tmp_path: Path) -> None:
+    arguments = options(tmp_path, gpus=1)
+    experts = "model.moe.experts=8:model.moe.active=3:model.moe.intermediate_size=16"
+    row = parse_row(f"1K:full:even:warm1:steps1:compile=false:{experts}", Row())
+    write_corpus(tmp_path / "long", 4096, model_shape("tiny")["vocab_size"], "long")
+    command = training._command(row, tmp_path, arguments)
+    assert even_experts.train(command[command.index("benchmarks.even_experts") + 1 :]) == 0
+    records = [record for record in read_records(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
+    assert [(record["expert_load_max"], record["expert_load_min"]) for record in records] == [(1.0, 1.0)] * 3
+    assert all(record["grad_norm"] > 0 for record in records)
 
 
 def test_the_plot_has_the_fastest_row_of_each_length() -> None:

@@ -327,7 +327,7 @@ def on_ranks(case: Case, world: World) -> Found:
     # The trainer's weights are float32, and so would be the mean's.
     batches = [dataclasses.replace(batch, loss_weight=batch.loss_weight.double()) for batch in batches]
     losses = learner.accumulate(batches, counts.loss_weight, 1)
-    result = learner.measure(losses, counts.loss_weight, stage.kinds)
+    result = learner.measure(losses, counts.loss_weight, stage.kinds, 1)
     found = {name: torch.tensor(value) for name, value in (result.numbers | result.further).items()}
     found |= {f"gradient {n}": whole(p.grad) for n, p in learner.model.named_parameters() if p.grad is not None}
     learner.update(LR, result.numbers["grad_norm"])

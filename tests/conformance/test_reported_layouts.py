@@ -131,7 +131,7 @@ def train(line: str, steps: int, output: str) -> None:
             batches = shard.batches(StageSamples(made), stage, 0)
             own = StepCounts.from_rank(batches, False, 0.0, world.size // shard.dp_size, shard.computes_loss)
             weight = own.summed_over_ranks().loss_weight
-            result = learner.measure(learner.accumulate(batches, weight, step), weight, ())
+            result = learner.measure(learner.accumulate(batches, weight, step), weight, (), step)
             curve.append([result.numbers["loss"], result.numbers["grad_norm"]])
             learner.update(LR / 10, result.numbers["grad_norm"])
             learner.discard_gradients()

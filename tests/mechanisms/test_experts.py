@@ -2,22 +2,17 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
-from moba_train.data.batch import collate
-from moba_train.data.samples import Sample
+from moba_train.errors import ConfigError
 from moba_train.mechanisms.experts import products, router, step
 from moba_train.mechanisms.experts.balance import Balance
 from moba_train.mechanisms.experts.experts import MixtureOfExperts
 from moba_train.mechanisms.experts.options import MoeOptions
-from moba_train.model.build import build_attention, build_model, initialize_weights
-from moba_train.model.feed_forward import count_tokens, each_kind
 from tests.mechanisms.experts_model import ACTIVE, EXPERTS, HIDDEN, drawn, mixture, options, token_by_token
-from tests.resolved import spec_of, stages_of
-from tests.run.test_pipeline_gradients import recipe
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "Qwen3, Mixtral": {},
@@ -157,7 +152,7 @@ def test_biases_move_against_the_load_of_the_step_by_one_update_each() -> None:
     layer.balance.forget()
     for seed in (1, 2):  # two micro-batches
         counted(layer, drawn(30, HIDDEN, seed=seed), list(range(30)))
-    metrics = step.measure({4: layer}, layer.options, 5, torch.device("cpu"))
+    metrics = step.measure({4: layer}, layer.options, 5, torch.device("cpu"), 1)
     counts = layer.balance.counts(layer.bias.data_ptr())
     assert counts is not None
     load = counts[:EXPERTS]
@@ -184,9 +179,25 @@ def test_layers_share_one_balance_and_count_apart() -> None:
     for layer in layers.values():
         layer.balance = shared
         counted(layer, drawn(20, HIDDEN), list(range(20)))
-    metrics = step.measure(layers, options(layers=[0, 3]), 4, torch.device("cpu"))
-    assert {name for name in metrics if "layer" in name} == {"expert_load_max_layer_0", "expert_load_max_layer_3"}
+    metrics = step.measure(layers, options(layers=[0, 3]), 4, torch.device("cpu"), 1)
+    names = ("expert_load_layer", "expert_load_max_layer")
+    assert {name for name in metrics if "layer" in name} == {f"{name}_{layer}" for name in names for layer in layers}
     assert metrics["expert_load_max_layer_0"] != metrics["expert_load_max_layer_3"]
+
+
+def test_the_load_of_very_many_experts_is_in_every_hundredth_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = mixture(options())
+    counts, _ = counted(layer, drawn(20, HIDDEN), list(range(20)))
+    assert counts is not None
+
+    def loads(number: int) -> list[float] | None:
+        found = step.measure({0: layer}, layer.options, 1, torch.device("cpu"), number).get("expert_load_layer_0")
+        return None if found is None else found.tolist()
+
+    percent = (100 * EXPERTS * counts[:EXPERTS] / counts[:EXPERTS].sum()).round().tolist()
+    assert loads(1) == loads(100) == percent
+    monkeypatch.setattr(step, "MOST_LOADS", EXPERTS - 1)
+    assert (loads(99), loads(100)) == (None, percent)
 
 
 SHAPE = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "layers": 4, "heads": 2, "kv_heads": 2}
@@ -211,33 +222,13 @@ def test_sections_that_contradict_themselves_are_refused(changes: dict[str, Any]
         ModelConfig.model_validate(SHAPE | {"moe": given})
 
 
+def test_a_dtype_of_the_router_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"model\.moe\.router\.dtype: unknown key \(logits and scores are float32, "):
+        load_config("qwen3-30b-a3b-128k", ["model.moe.router.dtype=fp32"])
+
+
 def test_a_section_survives_being_saved_in_full() -> None:
     config = ModelConfig.model_validate(SHAPE | {"moe": options(layers="first:1").model_dump()})
     assert ModelConfig.model_validate(config.model_dump()) == config
     assert [config.feed_forward(layer) is not None for layer in range(4)] == [True, False, False, False]
     assert isinstance(config.given_feed_forwards["moe"], MoeOptions)
-
-
-def test_untrained_routers_of_a_deep_model_are_balanced_where_layers_add_little() -> None:
-    """Rows of `benchmarks.training` that time a layout need balanced experts; the hidden states of all tokens become
-    alike with depth, unless `residual_scale` is small."""
-
-    moe = {"experts": 64, "active": 4, "intermediate_size": 32}
-    shape = {"vocab_size": 400, "hidden_size": 256, "layers": 24, "init_std": 0.02, "moe": moe}
-
-    def busiest(scale: float) -> float:
-        config = recipe({"attention": {"default": "full"}, "further": shape | {"residual_scale": scale}}, {})
-        model = build_model(spec_of(config))
-        initialize_weights(model, seed=0)
-        (stage,) = stages_of(config)
-        model.set_attention(build_attention(stage.attention, config.model.head_width))
-        tokens = np.random.default_rng(0).integers(400, size=129)
-        batch = collate([Sample(tokens[:-1], tokens[1:], np.ones(128, np.float32), [128], [])])
-        count_tokens(model, batch.loss_on)
-        with torch.no_grad():
-            model.loss(batch.tokens, batch.positions, batch.layout, batch.loss_on)
-        ((steps, section, modules),) = each_kind(model)
-        load: float = steps.measure(modules, section, 24, torch.device("cpu"))["expert_load_max_layer_23"].item()
-        return load
-
-    assert busiest(0.1) < 2.5 < 5 < busiest(1.0)

@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.experts import products
+from moba_train.mechanisms.experts.exchange import named
 from moba_train.mechanisms.experts.experts import MixtureOfExperts
 from moba_train.mechanisms.experts.router import Router
+from moba_train.parallel.world import World
 from tests.mechanisms.experts_model import drawn, options
 from tests.run.tiny_run import Run
 
@@ -120,6 +124,26 @@ def test_the_layer_compiles_as_a_whole(further: dict[str, Any]) -> None:
     layer.compile(fullgraph=True, dynamic=False)
     for got, want in zip(step(layer, x), plain, strict=True):
         assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_shared_experts_compute_while_rows_travel(device: str, alone: World) -> None:
+    """Compiled code orders as it likes what does not depend on each other: it computed them after all transfers."""
+    need(device)
+    layer = layer_on(device, torch.bfloat16)
+    group = dist.group.WORLD
+    assert group is not None
+    layer.ep_group = named(group)
+    layer.compile(fullgraph=True, dynamic=False)
+    x = drawn(TOKENS, HIDDEN).bfloat16().to(device)
+    with torch.no_grad():
+        layer(x)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            layer(x)
+    names = [event.name for event in sorted(profiled.events(), key=lambda event: event.time_range.start)]
+    begin, end = (names.index(f"moba_train::{name}_exchange") for name in ("start", "finish"))
+    assert names[begin:end].count("aten::mm") == 3, "gate, up and down projection"
 
 
 @pytest.mark.gpu

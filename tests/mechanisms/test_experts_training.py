@@ -133,7 +133,13 @@ def test_the_report_and_a_spike_dump_show_the_load_of_the_experts(run: Run, monk
     run.recipe["health"] = {"spike": {"reaction": "skip_step"}}
     run.recipe["stages"] = run.recipe["stages"][:1]
     assert run.train_here() == 0
-    assert '"key":"experts"' in (run.run_dir / "report.html").read_text()
+    page = (run.run_dir / "report.html").read_text()
+    assert '"key":"experts"' in page
+    assert '"key":"expert-load-0"' in page
+    for record in run.records():
+        loads = record["expert_load_layer_1"]
+        assert (len(loads), sum(loads)) == (4, pytest.approx(400, abs=2))
+        assert max(loads) == pytest.approx(100 * record["expert_load_max"], abs=0.5)
     (layers,) = run.dump(2)["feed_forwards"]
     assert sum(layers["1"]["load"]) == 2 * run.records()[1]["loss_tokens"]
     assert any(layers["1"]["bias"]), "moved by the first step"

@@ -138,7 +138,7 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
         for value in found.values():
             dist.all_reduce(value)
     for steps, options, modules in each_kind(model):
-        found |= steps.measure(modules, options, config.model.layers, torch.device("cpu"))
+        found |= steps.measure(modules, options, config.model.layers, torch.device("cpu"), 1)
     norms = (
         Gradients(model).norms_by_kind(stage.kinds) | {"norm": Gradients(model).norm()} if dist.is_initialized() else {}
     )

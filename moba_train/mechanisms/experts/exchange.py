@@ -47,7 +47,8 @@ def at_their_experts(
     arriving_E, sizes = exchange_counts(ends_E, group)
     arriving_mD, order_m, ends = start_exchange(x_nD, arriving_E, sizes, group)
     other = meanwhile()
-    y_mD = experts(finish_exchange(arriving_mD, x_nD.detach(), order_m), ends)
+    detached = None if other is None else other.detach()
+    y_mD = experts(finish_exchange(arriving_mD, x_nD.detach(), order_m, detached), ends)
     return exchange(y_mD, order_m, sizes, len(x_nD), True, group), other
 
 
@@ -79,8 +80,9 @@ def _start_exchange(x_nD: Tensor, arriving_E: Tensor, sizes: Tensor, group: str)
     return out_mD, expert_m.sort(stable=True).indices, arriving.sum(0).cumsum(0).int()
 
 
-def _finish_exchange(arriving_mD: Tensor, x_nD: Tensor, order_m: Tensor) -> Tensor:
-    """The rows that have arrived, sorted by expert. x: what is sent, which compiled code may not overwrite before."""
+def _finish_exchange(arriving_mD: Tensor, x_nD: Tensor, order_m: Tensor, other: Tensor | None) -> Tensor:
+    """The rows that have arrived, sorted by expert. x: what is sent, which compiled code may not overwrite before;
+    other: what is computed meanwhile, which it would compute later otherwise."""
     work = _works.pop(arriving_mD.data_ptr(), None)
     if work is not None:
         work.wait()
@@ -111,7 +113,9 @@ start_exchange = _operator(
     _start_exchange,
     "(Tensor x, Tensor arriving, Tensor sizes, str group) -> (Tensor, Tensor, Tensor)",
 )
-finish_exchange = _operator("finish_exchange", _finish_exchange, "(Tensor arriving, Tensor x, Tensor order) -> Tensor")
+finish_exchange = _operator(
+    "finish_exchange", _finish_exchange, "(Tensor arriving, Tensor x, Tensor order, Tensor? other) -> Tensor"
+)
 exchange = _operator(
     "exchange_rows",
     _exchange,
@@ -133,7 +137,7 @@ def _(x_nD: Tensor, arriving_E: Tensor, sizes: Tensor, group: str) -> tuple[Tens
 
 
 @finish_exchange.register_fake
-def _(arriving_mD: Tensor, x_nD: Tensor, order_m: Tensor) -> Tensor:
+def _(arriving_mD: Tensor, x_nD: Tensor, order_m: Tensor, other: Tensor | None) -> Tensor:
     return torch.empty_like(arriving_mD)
 
 
@@ -166,5 +170,5 @@ def _exchange_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 start_exchange.register_autograd(_start_backward, setup_context=_save_started)
 # The gradient of what arrives stays sorted by expert: `_start_backward` restores the order.
-finish_exchange.register_autograd(lambda _, gradient_mD: (gradient_mD, None, None))
+finish_exchange.register_autograd(lambda _, gradient_mD: (gradient_mD, None, None, None))
 exchange.register_autograd(_exchange_backward, setup_context=_save_exchanged)

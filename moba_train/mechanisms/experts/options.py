@@ -15,6 +15,8 @@ _STRENGTHS = {"aux_loss": ("loss", "both"), "aux_loss_over": ("loss", "both"), "
 class RouterOptions(Section):
     """The choice of each token's experts, in float32 whatever the layers compute in."""
 
+    not_here = {"dtype": "logits and scores are float32, whatever precision.compute is"}
+
     score: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="function of the router's logits; softmax: Qwen3, Mixtral; sigmoid: DeepSeek-V3"
     )

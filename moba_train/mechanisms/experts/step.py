@@ -20,6 +20,10 @@ from moba_train.mechanisms.experts.parallel import counting_groups
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.dims import ParallelDims
 
+MOST_LOADS = 256
+"""Experts of all layers up to which the metrics of every step have the load of each of them."""
+LOADS_EVERY = 100
+"""Steps between those that have it otherwise: the 6,144 of Qwen3-30B-A3B take 40 KB of metrics.jsonl."""
 Modules = Mapping[int, Any]
 """The `MixtureOfExperts` of this rank by layer. Unnamed here, as it names this module."""
 
@@ -45,9 +49,9 @@ def begin(modules: Modules) -> None:
 
 
 @torch.no_grad()
-def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.device) -> dict[str, Tensor]:
-    """Metrics of the step (docs/reference/metrics.md), scalars. Called on all ranks together, with this rank's layers;
-    `layers`: of the whole model."""
+def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.device, step: int) -> dict[str, Tensor]:
+    """Metrics of `step` (docs/reference/metrics.md): scalars, and for some steps the load of every expert, [E] of each
+    layer. Called on all ranks together, with this rank's layers; `layers`: of the whole model."""
     counts_LE = torch.zeros(layers, options.experts + 2, dtype=torch.float64, device=device)
     biases_L = torch.zeros(layers, dtype=torch.float64, device=device)
     for layer, module in modules.items():
@@ -75,6 +79,9 @@ def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.de
     if options.router.has_bias:
         metrics["expert_bias_max"] = biases_L.max()
     metrics |= {f"expert_load_max_layer_{layer}": row_E.max() for layer, row_E in zip(used, relative_LE, strict=True)}
+    if relative_LE.numel() <= MOST_LOADS or step % LOADS_EVERY == 0:
+        percent_LE = (100 * relative_LE).round()
+        metrics |= {f"expert_load_layer_{layer}": row_E for layer, row_E in zip(used, percent_LE, strict=True)}
     return {name: value.float() for name, value in metrics.items()}
 
 

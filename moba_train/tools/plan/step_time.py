@@ -8,7 +8,7 @@ and the part of context parallelism that need not come first behind attention. N
 tokens, evaluations, checkpoints, data, and activations on their way to the host.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from moba_train.memory.memory import MemoryPolicy
 from moba_train.memory.pipeline import rank_costs, rank_work, step_length
 from moba_train.memory.weights import gathered_bytes, rank_weights
 from moba_train.model.feed_forward import FeedForwardCosts, feed_forward_costs
-from moba_train.model.spec import ModelSpec, attention_matrices
+from moba_train.model.spec import attention_matrices
 from moba_train.parallel.activations import Kept
 from moba_train.parallel.context.costs import TransportCost
 from moba_train.parallel.context.policy import predict_cost
@@ -42,8 +42,13 @@ _CONTEXT_TRANSFERS = 3  # keys and values in the forward and the backward pass, 
 # Bytes that a GPU reads and writes for each weight:
 GATHERED_COPIES = 4  # at each gather: bf16, out of the buffer of the gather
 SHARD_COPIES = 6  # of the rank's shard, at each gather: float32 to bf16
-ACCUMULATED_COPIES = 10  # in a pipeline's micro-batches after the first: a gradient, bf16, is added to a float32 sum
+ACCUMULATED_COPIES = 10  # a gradient, bf16, is added to a float32 sum, in a pipeline or where no other rank has a part
+FIRST_COPIES = 6  # where no other rank has a part, of the first gradient: bf16 to float32
 NORM_BYTES = 4  # of the rank's shard: its gradient, float32, is read for the norms
+
+GROUPED_SPEED = 0.81
+"""Grouped products of experts, relative to others: 575 of 711 TFLOP/s, for groups of 2,048 rows on an H200
+(benchmarks/results/training-profile-experts-64k-h200.json)."""
 
 
 class Machine(NamedTuple):
@@ -238,7 +243,9 @@ class _Step:
         self._blocks = len(last.layers)
         # Of the rank with the output.
         self._weights = rank_weights(setup.spec, setup.computation, stage.parallel, optimizer, sizes, last)
-        self._in_blocks = sum(self._weights.blocks.values()) - self._not_gathered(setup.spec, last.layers)
+        experts = sum(setup.spec.blocks[layer].separate for layer in last.layers) / (stage.parallel.ep * sizes.tp)
+        self._in_blocks = sum(self._weights.blocks.values()) - self._not_gathered(experts)
+        self._alone = self._of_no_other_rank(experts)
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
         self._rounds = self._micro_batches if sizes.pp == 1 else 1
         stay = sum(layer.weights for layer in activations.layers)
@@ -248,12 +255,18 @@ class _Step:
         Once for the forward pass, and again for the backward pass where they were freed between.
         """
 
-    def _not_gathered(self, spec: ModelSpec, layers: Sequence[int]) -> float:
-        """Elements of the rank's experts, as many as are gathered less because fewer ranks share them."""
+    def _not_gathered(self, experts: float) -> float:
+        """Elements of the rank's `experts`, as many as are gathered less because fewer ranks share them."""
         ep = self._parallel.ep
         shards = self._sizes.shards
-        held = sum(spec.blocks[layer].separate for layer in layers) / (ep * self._sizes.tp)
-        return held * (1 - (1 - ep / shards) / (1 - 1 / shards)) if ep > 1 else 0.0
+        return experts * (1 - (1 - ep / shards) / (1 - 1 / shards)) if ep > 1 else 0.0
+
+    def _of_no_other_rank(self, experts: float) -> float:
+        """Elements of which no other rank has a part, so that their gradients stay (parallel/forward.py)."""
+        sizes = self._sizes
+        if sizes.pp * sizes.dp_replicate > 1:
+            return 0.0
+        return self._weights.total if sizes.shards == 1 else experts * (self._parallel.ep == sizes.shards)
 
     def time(self) -> StepTime:
         """Seconds by part."""
@@ -290,8 +303,7 @@ class _Step:
         }
 
     def _layer(self, attention: LayerAttention, kept: Kept, fed: FeedForwardCosts) -> LayerTime:
-        """A layer with this attention and feed-forward that keeps so much for its backward pass. Grouped products were
-        not measured, and count as fast as others."""
+        """A layer with this attention and feed-forward that keeps so much for its backward pass."""
         model, rates = self._model, self._machine.rates
         tokens = self._tokens / self._sizes.tp
         forward_s, attention_s = (tokens * seconds for seconds in self._attention[attention])
@@ -306,9 +318,12 @@ class _Step:
         repeated = 0.0 if kept is Kept.ALL else memory_s / 3
         repeated += forward_s if kept < Kept.ATTENTION else 0.0
         repeated += product_s * attention_matrices(model) if kept < Kept.PROJECTIONS else 0.0
-        repeated += product_s * fed.active * 2 / 3 if kept < Kept.PRODUCTS else 0.0
+        fed_s = product_s * fed.active / (GROUPED_SPEED if fed.copies else 1)
+        repeated += fed_s * 2 / 3 if kept < Kept.PRODUCTS else 0.0
+        # The weight of an expert's result has a gradient, which the down projection is computed again for.
+        repeated += fed_s / 3 if fed.copies and kept < Kept.ALL else 0.0
         return LayerTime(
-            products=3 * product_s * (attention_matrices(model) + fed.active),
+            products=3 * (product_s * attention_matrices(model) + fed_s),
             attention=attention_s,
             memory=memory_s,
             repeated=repeated,
@@ -390,16 +405,18 @@ class _Step:
     def _copies(self) -> float:
         """Seconds of FSDP's copies in the GPU's own memory, and of what it casts to FP8."""
         cast = self._machine.rates.float8_weight_bytes if self._computation.precision.linear == "fp8" else 0.0
-        gathered = GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard
+        shared = self._weights.total - self._alone
+        gathered = GATHERED_COPIES * shared + SHARD_COPIES * self._weights.shard
         # Gradients, bf16, into the buffer of their reduction; those that are exchanged are then added up, by compiled
         # code in one pass, else one by one.
         sent = self._weights.gradient_sent
-        reduced = (2 + sent) * self._weights.total
+        reduced = (2 + sent) * shared
         if self._weights.exchanged:
             again = 0 if self._computation.compiled else 8
-            reduced += (sent + again) * self._weights.total + (4 - again) * self._weights.shard
+            reduced += (sent + again) * shared + (4 - again) * (self._weights.shard - self._alone)
         copied = self._rounds * (self._gathers * gathered + reduced + cast * self._in_blocks)
         copied += (self._micro_batches - self._rounds) * ACCUMULATED_COPIES * self._weights.total
+        copied += (FIRST_COPIES + (self._micro_batches - 1) * ACCUMULATED_COPIES) * self._alone
         return copied / self._machine.rates.memory
 
     def _waiting_for_ranks(self) -> float:

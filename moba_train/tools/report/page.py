@@ -39,6 +39,7 @@ from moba_train.tools.report.sink import INSTALL
 from moba_train.tools.report.training_charts import (
     data_mix_chart,
     document_lengths_chart,
+    expert_maps,
     experts_chart,
     gradient_chart,
     learning_rate_chart,
@@ -62,8 +63,17 @@ _LONG_CONTEXT: tuple[ChartMaker, ...] = (
     selected_blocks,
     gate_charts,
 )
+_TRAINING: tuple[ChartMaker, ...] = (
+    loss_chart,
+    throughput_chart,
+    mfu_chart,
+    learning_rate_chart,
+    gradient_chart,
+    experts_chart,
+    expert_maps,
+)
 _SECTIONS: tuple[tuple[str, tuple[ChartMaker, ...]], ...] = (
-    ("Training", (loss_chart, throughput_chart, mfu_chart, learning_rate_chart, gradient_chart, experts_chart)),
+    ("Training", _TRAINING),
     ("Long context", _LONG_CONTEXT),
     ("Data", (data_mix_chart, document_lengths_chart, padding_chart)),
     ("Machine", (step_time_chart, memory_chart)),

@@ -1,7 +1,8 @@
 """Charts of training: loss, throughput and MFU, learning rate, gradient norm, time of a step, data."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ _EVENTS = (
     ("resume", "restart", {"symbol": "circle-open", "size": 10, "color": "var(--ink)", "line": {"width": 2}}),
 )
 
+_LOADS = re.compile("expert_load_layer_([0-9]{1,6})")
 _FEWEST_SMOOTHED = 60
 """Logged steps from which on the loss is also drawn smoothed."""
 
@@ -120,6 +122,42 @@ def experts_chart(runs: Sequence[Shown]) -> list[Chart]:
     traces = _lines(runs, ("expert_load_max", "busiest", 1), ("expert_load_min", "least busy", 2, "dot"))
     layout = {"yaxis": {"title": "load / mean", "rangemode": "tozero"}}
     return _progress("experts", "Load of the experts", "Of all layers, over all ranks.", traces, runs, layout)
+
+
+def expert_maps(runs: Sequence[Shown]) -> list[Chart]:
+    """Load of each expert of each layer, at the last step whose record has them."""
+    return [_expert_map(run, *found[-1]) for run in runs if (found := [*_loads(run.history.metrics)])]
+
+
+def _loads(records: Sequence[Record]) -> Iterator[tuple[int, dict[int, list[float]]]]:
+    """(step, percent of the mean load of each expert, by layer) of the records that have them."""
+    for record in records:
+        matches = ((_LOADS.fullmatch(name), values) for name, values in record.items() if isinstance(values, list))
+        loads = {int(match[1]): values for match, values in matches if match is not None}
+        numbers = [value for values in loads.values() for value in values]
+        if numbers and all(isinstance(value, float) and math.isfinite(value) for value in numbers):
+            yield record["step"], loads
+
+
+def _expert_map(run: Shown, step: int, loads: dict[int, list[float]]) -> Chart:
+    trace = {
+        "type": "heatmap",
+        "y": [f"layer {layer}" for layer in sorted(loads)],
+        "z": [[value / 100 for value in loads[layer]] for layer in sorted(loads)],
+        "zmin": 0,
+        "zmax": 2,
+        "colorscale": [[0, "var(--bad)"], [0.5, "var(--card)"], [1, "var(--c1)"]],
+        "hovertemplate": "%{y}, expert %{x}: %{z:.2f} of the mean<extra></extra>",
+        "colorbar": {"thickness": 10, "outlinewidth": 0, "len": 1},
+    }
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {"title": "expert", "showgrid": False, "tickformat": "d"},
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+    }
+    note = f"Over the mean of its layer, in step {step:,}; colours end at 0 and 2."
+    title = run.titled("Load of each expert")
+    return Chart(f"expert-load-{run.index}", title, note, [trace], layout, height=max(340, 110 + 14 * len(loads)))
 
 
 def step_time_chart(runs: Sequence[Shown]) -> list[Chart]:

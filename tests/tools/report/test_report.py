@@ -255,6 +255,20 @@ def test_numbers_that_are_not_finite_are_gaps(recorded: Path, change_records: Ch
     assert charts(recorded)["loss"]["traces"][0]["y"][19] is None
 
 
+def test_the_load_of_experts_is_that_of_the_last_step_that_has_it(recorded: Path, change_records: Change) -> None:
+    def add(record: dict[str, Any]) -> None:
+        if record["step"] in (20, 30):
+            record |= {"expert_load_layer_3": [50.0, 150.0], "expert_load_layer_11": [float(record["step"]), 170.0]}
+        elif record["step"] == 40:  # from elsewhere
+            record |= {"expert_load_layer_3": [10**400, "a"], f"expert_load_layer_{'9' * 5000}": [1.0]}
+
+    assert "expert-load-0" not in charts(recorded)
+    change_records(recorded, add)
+    chart = charts(recorded)["expert-load-0"]
+    assert chart["traces"][0]["y"] == ["layer 3", "layer 11"]
+    assert chart["traces"][0]["z"] == [[0.5, 1.5], [0.3, 1.7]]
+
+
 def test_a_probe_that_found_no_choice_has_no_chart(recorded: Path) -> None:
     path = recorded / "evaluations" / "step_00000150-256.json"
     results = json.loads(path.read_text())
