@@ -118,10 +118,10 @@ def read_code_once() -> None:
     find = dynamic_module_utils.get_imports
     found: dict[bytes, list[str]] = {}
 
-    def get_imports(file: str | PathLike[str]) -> list[str]:
-        code = Path(file).read_bytes()
+    def get_imports(filename: str | PathLike[Any]) -> list[str]:
+        code = Path(filename).read_bytes()
         if code not in found:
-            found[code] = find(file)
+            found[code] = find(filename)
         return found[code]
 
     dynamic_module_utils.get_imports = get_imports
