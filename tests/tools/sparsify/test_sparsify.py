@@ -192,11 +192,10 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
     arms = sparsify_ablations.arms_of(tmp_path)
     assert len(arms) == 17
     small = yaml.safe_load((tmp_path / "recipes" / recipes.SPARSE).read_text())
-    small["attention"]["msa"] |= {"block_size": 16, "topk": 4}
-    assert {*arms} - {*sparsify_ablations.ablations(small, 1, {})} == {
-        *(name for name in arms if name.startswith("moba")),
-        "seer",
-    }
+    blocks_of_64 = {"seer", *(name for name in arms if name.startswith("moba"))}
+    for size, topk, too_small in ((16, 4, set()), (16, 3, {"double-blocks"}), (1, 64, {"half-blocks"})):
+        small["attention"]["msa"] |= {"block_size": size, "topk": topk}
+        assert {*arms} - {*sparsify_ablations.ablations(small, 1, {})} == blocks_of_64 | too_small
     for name, overrides in arms.items():
         config = load_config(recipe, overrides)
         run = resolve(config, WorldSize(1, 1))
