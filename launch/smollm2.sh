@@ -75,10 +75,11 @@ sparsify)
 retriever)
     base=runs/experiments/conversion/base-seed0
     corpus=data/smollm2-long
-    # An interrupted run also leaves a checkpoint.
-    [ -e "$base/arm-finished" ] ||
+    if [ ! -e "$base/arm-finished" ]; then  # an interrupted run also leaves a checkpoint
+        rm -f runs/retriever-base.json  # with the result, no weights would be trained
         "$PYTHON" -m experiments conversion --corpus "$corpus" --arms base --seeds 0 --gpus 1 --seconds 1500 \
             --output runs/retriever-base.json
+    fi
     [ -e "$base/arm-finished" ] || refuse "$base: the base did not end, see above; the same command begins it again"
     needles=$(sed -n 's/^ *- path: \(.*needles-32768\)$/\1/p' "$base/config.yaml")
     "$PYTHON" -m moba_train.tools.cli sparsify "$base" --data "$corpus/train" --validation "$corpus/valid" \

@@ -125,6 +125,7 @@ def test_a_base_that_was_interrupted_is_not_made_sparse(tmp_path: Path, ends: bo
     base = tmp_path / "runs/experiments/conversion/base-seed0"
     (base / "checkpoints").mkdir(parents=True)
     (base / "checkpoints/latest").touch()
+    (tmp_path / "runs/retriever-base.json").touch()
     own = "runs/experiments/conversion/corpora/own/needles-32768"
     (base / "config.yaml").write_text(f"data:\n  train:\n  - path: long/train\n  - path: {own}\n    weight: 0.25\n")
     python = tmp_path / "python"
@@ -134,6 +135,7 @@ def test_a_base_that_was_interrupted_is_not_made_sparse(tmp_path: Path, ends: bo
     given = {"PATH": os.environ["PATH"], "MOBA_PYTHON": str(python)}
     command = ["bash", str(tmp_path / "launch/smollm2.sh"), "retriever"]
     done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60)
+    assert not (tmp_path / "runs/retriever-base.json").exists()
     first, *others = done.stdout.splitlines()
     assert first.startswith("-m experiments conversion ")
     assert done.returncode == (0 if ends else 2)
