@@ -31,7 +31,7 @@ from moba_train.tools.inference.generate import Sampling, generate_batch
 from moba_train.tools.inference.graph import cuda_graph
 
 WARM = 130
-"""Tokens that are not timed: a graph is recorded anew after 128 at the latest."""
+"""Tokens that are not timed: a graph is recorded again after 128 at the latest."""
 DECODES: tuple[Decode, ...] = ("full", "own")
 
 
