@@ -139,12 +139,16 @@ def test_stages_may_share_sequences_among_different_numbers_of_ranks(load: Load)
             16,
             "parallel.tp: given 16, which does not divide the 8 ranks of a node; a tp group must not span nodes; ",
         ),
-        (["parallel.tp_overlap=true"], 2, "parallel.tp_overlap: given true, but parallel.tp is 1; it needs"),
-        (["parallel.tp=2", "parallel.tp_overlap=true"], 2, "parallel.tp_overlap: given true, but compile is false"),
+        (["parallel.tp_overlap=true"], 2, "parallel.tp_overlap: given true with parallel.tp 1, cp 1 and"),
+        (
+            ["parallel.tp=2", "parallel.tp_overlap=true"],
+            2,
+            "parallel.tp_overlap: given true with parallel.tp 2, cp 1 and compile: false",
+        ),
         (
             ["parallel={tp: 2, tp_overlap: true}", "compile=true", "stages.1.parallel.cp=2"],
             4,
-            "parallel.tp_overlap: given true, but parallel.cp is 2; it needs parallel.tp above 1, cp 1 and",
+            "parallel.tp_overlap: given true with parallel.tp 2, cp 2 and compile: true; it needs",
         ),
         (["parallel.tp=2"], 5, "parallel.tp: given 2, which does not divide the 5 ranks; allowed: 1, 5"),
         (
