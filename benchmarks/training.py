@@ -265,7 +265,7 @@ def run(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
                 print(f"{row.name}: not run, the {arguments.budget_seconds:.0f} s are over", flush=True)
                 continue
             result = measure(row, folder, arguments, min(left, arguments.row_seconds))
-            results[row.name] = result = repeated(results.get(row.name, {}), result)
+            results[row.name] = repeated(results.get(row.name, {}), result)
             print(f"{row.name}: {result.get('error', 'done')} ({result['wall_s']:.0f} s)", flush=True)
             save(arguments.output, settings, results)
     print(f"\n{table(results)}", flush=True)
@@ -273,9 +273,9 @@ def run(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
 
 
 def repeated(before: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """The `result` of a row's last launch, with the `rates` of all and their spread."""
+    """The `result` of a row's last launch that did not fail, with the `rates` of all such and their spread."""
     if "error" in result:
-        return result
+        return before if "rates" in before else result
     rates = [*before.get("rates", []), result["tokens_per_s_per_device"]["median"]]
     return result | {"rates": rates, "of_launches": spread(rates)}
 
