@@ -164,12 +164,11 @@ def _flex(row: Row) -> Calls | None:
     """FlexAttention, compiled. The selection is ours, and neither it nor the making of the mask is timed."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    from benchmarks.flex_moba import TILE, block_mask
+    from benchmarks.flex_moba import block_mask, fits
 
-    if row.case.documents or row.block_size % TILE or row.tokens % row.block_size:
+    if not fits(row.case):
         return None
-    (selected_HTC,) = row.attention.select(row.q, row.attention.summarize(row.k, row.layout()), row.layout())
-    mask = block_mask(selected_HTC, row.block_size)
+    mask = block_mask(row.selected(), row.block_size)
     torch._dynamo.reset()  # sizes are constants of the compiled code
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
 

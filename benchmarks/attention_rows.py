@@ -172,6 +172,11 @@ class Row:
         """A new layout, with nothing derived from it yet."""
         return packed_layout(self.case.lengths(), self.device)
 
+    def selected(self) -> Tensor:
+        """int32 [H, T, C]: the earlier blocks that each query selects, -1 for none."""
+        layout = self.layout()
+        return self.attention.select_blocks(self.q, self.attention.summarize(self.k, layout), layout)
+
     def forward(self) -> tuple[Tensor, Tensor, Layout, Selection]:
         """The forward pass, from the layout's tables on: out, lse, layout, selection."""
         layout = self.layout()

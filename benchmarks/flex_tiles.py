@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.attention import case_argument
 from benchmarks.attention_cost import history_blocks
 from benchmarks.attention_rows import Case, Row
-from benchmarks.flex_moba import sees_blocks, tiles
+from benchmarks.flex_moba import fits, sees_blocks, tiles
 from benchmarks.plotting import FULL, INK, MOBA
 from benchmarks.record import markdown, save
 from moba_train.attention.engine import OperatorEngine
@@ -72,8 +72,7 @@ def model_inputs(folder: Path, text: Path, tokens: int) -> list[Inputs]:
 def shares(row: Row) -> dict[str, float]:
     """Of causal attention's pairs: those that queries need, and those that tiles of 128 by 128 multiply."""
     case = row.case
-    (selected_HTC,) = row.attention.select(row.q, row.attention.summarize(row.k, row.layout()), row.layout())
-    computed = tiles(sees_blocks(selected_HTC, case.block_size), case.block_size).pairs_computed() / case.heads
+    computed = tiles(sees_blocks(row.selected(), case.block_size), case.block_size).pairs_computed() / case.heads
     causal = case.tokens * (case.tokens + 1) / 2
     whole = history_blocks(case.tokens, case.block_size, case.topk) * case.block_size
     needed = whole + case.tokens * (case.block_size + 1) / 2
@@ -140,6 +139,8 @@ def main() -> None:
     given = parser.parse_args()
     if (given.model is None) != (given.text is None):
         parser.error("--model and --text need each other")
+    if other := [case.name for case in given.rows if not fits(case)]:
+        parser.error(f"--rows: given {', '.join(other)}; allowed: one document of whole blocks, each of whole tiles")
     layer, _, file = (given.save or "").partition(":")
     if given.save and (given.model is None or not layer.isdecimal() or not file):
         parser.error(f"--save: given {given.save}; allowed: LAYER:FILE, with --model")

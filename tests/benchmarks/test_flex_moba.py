@@ -1,36 +1,51 @@
 """MoBA by FlexAttention attends to what MoBA attends to, and its tiles are those that torch finds itself."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
+from benchmarks import flex_tiles
+from benchmarks.attention_peers import _flex
 from benchmarks.attention_rows import Case, Row
 from benchmarks.flex_moba import TILE, block_mask, sees_blocks, tiles
-
-
-def selected(row: Row) -> torch.Tensor:
-    found: torch.Tensor = row.forward()[3][0]
-    return found
+from moba_train.attention.kernels.common import reference
 
 
 @pytest.mark.parametrize("text", ["1K:128/3,heads=4,kv=2,d=64", "2K:256/4,heads=4,kv=4,d=64,routing=local"])
-def test_the_mask_gives_mobas_output(text: str) -> None:
+def test_the_peer_gives_mobas_output(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_gradients(function: Any, **_options: Any) -> Any:  # FlexAttention has none on a CPU
+        return lambda *qkv, **options: function(*(x.detach().float() for x in qkv), **options)
+
     row = Row(Case.parse(text), "cpu", "reference")
-    mask = block_mask(selected(row), row.block_size)
-    # Without gradients: FlexAttention has none on a CPU.
-    q, k, v = (x.float().transpose(0, 1)[None] for x in (row.q, row.k, row.v))
-    out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     want = row.forward()[0].float()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", without_gradients)
+        # As Triton's backend, which keeps lists with the selected blocks.
+        patch.setattr(reference, "block_lists", lambda selected_HTC, *_: (selected_HTC, selected_HTC))
+        calls = _flex(row)
+    assert calls is not None
+    out = calls[0]()
     assert (out[0].transpose(0, 1) - want).norm() < 0.01 * want.norm()
+
+
+@pytest.mark.parametrize("text", ["1K:64/3", "1000:128/3", "1K:128/3,documents=2x512"])
+def test_rows_that_no_mask_of_tiles_can_have_are_left_out(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse(f"{text},heads=4,kv=2,d=64")
+    assert _flex(Row(case, "cpu", "reference")) is None
+    monkeypatch.setattr(sys, "argv", ["flex_tiles", "--rows", case.name, "--output", "unused.json"])
+    with pytest.raises(SystemExit, match="2"):
+        flex_tiles.main()
 
 
 @pytest.mark.parametrize("text", ["1K:128/3,heads=2,kv=2,d=64", "1K:256/2,heads=2,kv=1,d=64,routing=sink"])
 def test_its_tiles_are_those_that_torch_finds_by_asking_for_every_pair(text: str) -> None:
     row = Row(Case.parse(text), "cpu", "reference")
-    ours = block_mask(selected(row), row.block_size)
+    ours = block_mask(row.selected(), row.block_size)
     torchs = create_block_mask(ours.mask_mod, 1, row.case.heads, row.tokens, row.tokens, device="cpu", BLOCK_SIZE=TILE)
     for kind in ("kv", "full_kv"):
         counts, indices = getattr(ours, f"{kind}_num_blocks"), getattr(ours, f"{kind}_indices")
