@@ -1,6 +1,6 @@
 """Implementations by others of kinds of attention that are ours too: fla's NSA and flash-msa, where they are installed.
 
-Both begin, as our rows do, with a layer's queries, keys and values. What they lack is named in `PEERS`.
+Both begin, as our rows do, with a layer's queries, keys and values. What they lack is named at their calls.
 """
 
 import importlib
@@ -21,8 +21,6 @@ MSA_BLOCK = 128
 class Peer:
     """A row of `mechanisms` by another package."""
 
-    beside: str
-    """Our kind."""
     call: Callable[..., Tensor]
     """Its output from its inputs."""
     inputs: Callable[[ModelConfig, int], dict[str, tuple[int, ...]]]
@@ -56,7 +54,7 @@ def _msa_inputs(model: ModelConfig, tokens: int) -> dict[str, tuple[int, ...]]:
     return {name: (1, count, tokens, model.head_width) for name, count in counts.items()}
 
 
-PEERS = {"fla-nsa": Peer("nsa", _fla_nsa, _nsa_inputs), "flash-msa": Peer("msa", _flash_msa, _msa_inputs)}
+PEERS = {"fla-nsa": Peer(_fla_nsa, _nsa_inputs), "flash-msa": Peer(_flash_msa, _msa_inputs)}
 """fla's NSA needs at least 16 query heads for each key/value head, flash-msa heads of 128 channels."""
 
 
