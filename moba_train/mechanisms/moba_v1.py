@@ -29,7 +29,7 @@ from moba_train.attention.kernels.common.reference import (
     query_chunks,
     selected_mask,
 )
-from moba_train.attention.kernels.composed import BlockKernel, Part, Rows
+from moba_train.attention.kernels.composed import BlockKernel, Join, Part, Rows
 from moba_train.attention.kind import MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.gate import gate_scores
@@ -43,8 +43,8 @@ from moba_train.mechanisms.dispatch.by_unit import OffersUnits
 
 
 @dataclass(frozen=True)
-class WeightedSum:
-    """A softmax for each block; the results are added up, those of selected blocks times their weights. A `Join`.
+class WeightedSum(Join):
+    """A softmax for each block; the results are added up, those of selected blocks times their weights.
 
     The weights carry no gradient. `lse` is the log-sum-exp over all keys here as well, though no result depends on it.
     """

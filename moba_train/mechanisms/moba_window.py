@@ -8,9 +8,8 @@ instead of the own block (kernels/triton/spans.py); other backends are given the
 Shape suffixes: T queries, n some of them, S keys, H query heads, K key/value heads, D head width, C selected blocks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from pydantic import Field
 from torch import Tensor
@@ -146,9 +145,6 @@ class MobaWindowAttention(MobaAttention, OffersUnits):
         choice = Choice(self.block_size, topk, int("first" in self.options.always), self.local_blocks)
         heads = (self.blocks.with_window(selected_1TC, layout).squeeze(0) for selected_1TC in selection[0].split(1))
         return selection_statistics(heads, layout, choice)
-
-    def _selection_rule(self, q_THD: Tensor, layout: Layout) -> Callable[..., Tensor]:
-        return partial(super()._selection_rule(q_THD, layout), local=self.local_blocks)
 
 
 class MobaWindowKind(MobaKind):

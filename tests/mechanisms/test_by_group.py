@@ -10,20 +10,15 @@ from torch import Tensor
 
 from moba_train.attention.kind import MicroBatch, StageContext
 from moba_train.attention.registry import KINDS
-from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.tools.inference.cache import CachedAttention, CachePlan
 from tests.attention.kind_checks import (
     MODEL,
-    STRATEGIES,
     Layer,
-    assert_documents_are_independent,
-    assert_ranks_equal_one_device,
     make_layer,
     results,
     run_layer,
 )
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 WIDE = MODEL.model_copy(update={"heads": 6, "kv_heads": 3})
@@ -70,22 +65,6 @@ def test_each_part_is_its_kind_on_a_smaller_layer(options: dict[str, Any]) -> No
     got, want = ([*outputs, *gradients, *parameters.values()] for outputs, gradients, parameters in pairs)
     for mine, other in zip(got, want, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
-
-
-@each
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_equal_one_device(options: dict[str, Any], strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make_layer("by_group", options, [13, 27]), strategy)
-
-
-@each
-def test_documents_are_independent(options: dict[str, Any]) -> None:
-    assert_documents_are_independent("by_group", options, LENGTHS)
-
-
-@pytest.mark.parametrize("case", ["moba and full", "msa and a window", "key convolutions"])
-def test_new_tokens_are_decoded_as_trained(case: str) -> None:
-    assert_decodes_like_training("by_group", CASES[case], prompts=(13, 5), steps=4)
 
 
 @torch.no_grad()

@@ -8,24 +8,20 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.registry import KINDS
-from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.helpers import labelled
 from tests.attention.kind_checks import (
     MODEL,
-    STRATEGIES,
     Layer,
-    assert_documents_are_independent,
-    assert_ranks_equal_one_device,
     make_layer,
     results,
 )
 from tests.attention.test_kind_checks import flat, rotated
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [13, 0, 1, 9]
 CAP = 0.7
 """Below most scores, so that the cap changes them."""
-both = pytest.mark.parametrize("options", [{"cap": CAP}, {"cap": CAP, "window": 5}], ids=["all", "window"])
+CASES = [{"cap": CAP}, {"cap": CAP, "window": 5}]
+both = pytest.mark.parametrize("options", CASES, ids=["all", "window"])
 
 
 def oracle(layer: Layer) -> list[Tensor]:
@@ -49,19 +45,6 @@ def test_output_and_every_gradient_are_those_of_the_oracle(options: dict[str, An
     layer = make_layer("capped", options, LENGTHS)
     for index, (got, want) in enumerate(zip(flat(results(layer)), flat(results(layer, oracle)), strict=True)):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=labelled(f"{index}"))
-
-
-@both
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence_are_one_device(options: dict[str, Any], strategy: CPStrategy) -> None:
-    """Also where partial results around a ring are merged."""
-    assert_ranks_equal_one_device(make_layer("capped", options, [29, 0, 1, 34]), strategy)
-
-
-@both
-def test_packed_documents_and_decoding(options: dict[str, Any]) -> None:
-    assert_documents_are_independent("capped", options, LENGTHS)
-    assert_decodes_like_training("capped", options)
 
 
 @both

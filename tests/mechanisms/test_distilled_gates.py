@@ -34,7 +34,6 @@ from tests.attention.kind_checks import (
     STRATEGIES,
     CountingEngine,
     Layer,
-    assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
     results,
@@ -43,7 +42,6 @@ from tests.attention.kind_checks import (
     token_bytes,
 )
 from tests.thread_ranks import thread_transports
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 BLOCK = 4
 LENGTHS = [12, 0, 1, 27]
@@ -233,24 +231,6 @@ def test_steps_along_the_gradient_bring_the_gate_to_the_attention(case: str) -> 
         optimizer.step()
         losses.append(loss.item())
     assert 0 < losses[-1] < 0.6 * losses[0]
-
-
-@each
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(name: str, options: dict[str, Any], strategy: CPStrategy) -> None:
-    """Their shards begin and end inside blocks; one rank has no tokens at all in the second sequence."""
-    assert_ranks_equal_one_device(make_layer(name, options, LENGTHS), strategy)
-    assert_ranks_equal_one_device(make_layer(name, options, [9]), strategy)
-
-
-@each
-def test_packed_documents(name: str, options: dict[str, Any]) -> None:
-    assert_documents_are_independent(name, options, LENGTHS)
-
-
-@pytest.mark.parametrize("case", ["msa sparse", "msa, keys of groups", "msa warmup", "seer warmup"])
-def test_decoding(case: str) -> None:
-    assert_decodes_like_training(*CASES[case])
 
 
 @torch.no_grad()

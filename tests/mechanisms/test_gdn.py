@@ -1,7 +1,5 @@
 """Gated DeltaNet against its recurrence in float64 (arXiv:2412.06464, equation 10)."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -9,18 +7,13 @@ from moba_train.attention.layout import packed_layout
 from moba_train.mechanisms.linear import kda
 from moba_train.mechanisms.linear.fla import has_fla
 from moba_train.mechanisms.linear.gdn import GdnKind
-from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
     MODEL,
-    STRATEGIES,
     Layer,
-    assert_documents_are_independent,
-    assert_ranks_equal_one_device,
     make_layer,
     results,
 )
 from tests.mechanisms.test_kda import convolved, flat, unit
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 
@@ -70,17 +63,6 @@ def test_output_and_every_gradient_are_those_of_the_oracle() -> None:
 
 OWN = {"heads": {"keys": 2, "values": 4, "width": 6}}
 """Heads and projections of the kind, as in Qwen3-Next (tests/tools/convert compares them with transformers)."""
-
-
-@pytest.mark.parametrize("options", [{}, OWN], ids=["layer's heads", "own heads"])
-def test_packed_documents_and_decoding(options: dict[str, Any]) -> None:
-    assert_documents_are_independent("gdn", options, LENGTHS)
-    assert_decodes_like_training("gdn", options)
-
-
-@pytest.mark.parametrize(("strategy", "options"), [(STRATEGIES[0], {}), (STRATEGIES[3], {}), (STRATEGIES[3], OWN)])
-def test_ranks_that_share_a_sequence(strategy: CPStrategy, options: dict[str, Any]) -> None:
-    assert_ranks_equal_one_device(make_layer("gdn", options, [21, 0, 1, 42]), strategy, atol=1e-10)
 
 
 def test_the_layer_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:

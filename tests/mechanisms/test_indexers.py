@@ -18,14 +18,10 @@ from moba_train.attention.protocol import LocalAttention, Selection
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.gates import grid
-from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.tools.convert.hf_export import layer_problem
 from tests.attention.kind_checks import (
     MODEL,
-    STRATEGIES,
     Layer,
-    assert_documents_are_independent,
-    assert_ranks_equal_one_device,
     kept_bytes,
     make_layer,
     results,
@@ -33,7 +29,6 @@ from tests.attention.kind_checks import (
     token_bytes,
 )
 from tests.mechanisms.test_distilled_gates import assert_same_results, chosen, document_attention, kl, rotated
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 QSA = {"block_size": 4, "topk": 3, "index_dim": 6}
@@ -219,24 +214,6 @@ def test_steps_along_the_gradient_bring_the_indexer_to_the_attention(case: str) 
         optimizer.step()
         losses.append(loss.item())
     assert 0 < losses[-1] < 0.6 * losses[0]
-
-
-@each
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(name: str, options: dict[str, Any], strategy: CPStrategy) -> None:
-    """Their shards begin and end inside blocks; one rank has no tokens at all in the second sequence."""
-    assert_ranks_equal_one_device(make_layer(name, options, LENGTHS), strategy)
-    assert_ranks_equal_one_device(make_layer(name, options, [9]), strategy)
-
-
-@each
-def test_packed_documents(name: str, options: dict[str, Any]) -> None:
-    assert_documents_are_independent(name, options, LENGTHS)
-
-
-@pytest.mark.parametrize("case", ["qsa sparse", "qsa warmup", "tokens", "all"])
-def test_decoding(case: str) -> None:
-    assert_decodes_like_training(*CASES[case])
 
 
 @pytest.mark.parametrize("case", ["qsa sparse", "all"])

@@ -17,7 +17,6 @@ from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import MODEL, STRATEGIES, Layer, make_layer, run_layer
 from tests.thread_ranks import thread_transports
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 SIZES = {"window": 10, "block_size": 4, "topk": 2, "first_blocks": 1, "representatives": 2}
 LENGTHS = [12, 0, 1, 47, 30]
@@ -120,14 +119,6 @@ def test_ranks_that_share_a_sequence(strategy: CPStrategy, lengths: list[int]) -
     with ThreadPoolExecutor(strategy.ranks) as pool:
         got = sequence.to_packed(torch.cat(list(pool.map(rank, engines))))
     torch.testing.assert_close(got, run_layer(layer)[0], rtol=0, atol=1e-12)
-
-
-def test_decoding() -> None:
-    assert_decodes_like_training("infllm", SIZES, prompts=(25, 7), steps=8)
-
-
-def test_decoding_with_full_attention_after_a_prompt_within_the_window() -> None:
-    assert_decodes_like_training("infllm", SIZES | {"window": 40}, prompts=(13, 5), steps=4, decode="full")
 
 
 @torch.no_grad()

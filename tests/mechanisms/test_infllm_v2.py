@@ -13,20 +13,15 @@ from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import TokenRange, TokenRanges, packed_layout
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention, InfLLMV2Kind
 from moba_train.model.rope import apply_rope, rope_cos_sin
-from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention import test_routing_statistics as routing
 from tests.attention.helpers import make_qkv, ranges
 from tests.attention.kind_checks import (
     MODEL,
-    STRATEGIES,
     Layer,
-    assert_documents_are_independent,
-    assert_ranks_equal_one_device,
     make_layer,
     results,
     token_bytes,
 )
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 SIZES = {"block_size": 8, "topk": 4, "first_blocks": 1, "local_blocks": 2, "window": 4, "stride": 2, "dense_len": 1}
 LENGTHS = [12, 0, 1, 53, 37]
@@ -133,23 +128,6 @@ def test_selected_and_local_blocks_ascend_and_none_is_behind(dense_len: int) -> 
     assert (none[..., 1:] >= none[..., :-1]).all()
     own = block_ids(layout.q_tokens, layout.q_documents, layout, attention.block_size)
     assert (selected < own.unsqueeze(1)).all()
-
-
-@pytest.mark.parametrize("options", OPTIONS[:2])
-def test_packed_documents(options: dict[str, Any]) -> None:
-    assert_documents_are_independent("infllm_v2", options | {"backend": "reference"}, LENGTHS)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make_layer("infllm_v2", SIZES | {"dense_len": 40}, LENGTHS), strategy)
-
-
-@pytest.mark.parametrize("dense_len", [1, 17])
-def test_decoding(dense_len: int) -> None:
-    """Also of texts that grow beyond dense_len, in the prompt and after it."""
-    options = {"block_size": 4, "topk": 3, "local_blocks": 1, "window": 4, "stride": 2, "dense_len": dense_len}
-    assert_decodes_like_training("infllm_v2", options, prompts=(21, 13), steps=6)
 
 
 def test_queries_are_selected_for_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,11 @@ from moba_train.mechanisms.linear import kda
 from moba_train.mechanisms.linear.delta import DeltaInputs, in_parts, most_rows
 from moba_train.mechanisms.linear.fla import has_fla
 from moba_train.mechanisms.linear.kda import KdaKind, KdaParameters
-from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
     Layer,
     Results,
-    assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
     results,
@@ -100,24 +98,6 @@ def test_output_and_every_gradient_are_those_of_the_oracle() -> None:
     for ours, theirs in zip(flat(got), flat(want), strict=True):
         assert theirs.abs().max() > 0
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
-
-
-def test_packed_documents() -> None:
-    assert_documents_are_independent("kda", {}, LENGTHS)
-
-
-def test_decoding() -> None:
-    assert_decodes_like_training("kda", {})
-
-
-def test_prompts_shorter_than_a_convolution() -> None:
-    assert_decodes_like_training("kda", {}, prompts=(2, 3, 7), steps=4)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("lengths", [LENGTHS, [40], [9], [2, 1, 1, 1, 1, 1, 1, 1], [40, 3]], ids=str)
-def test_ranks_that_share_a_sequence(lengths: list[int], strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make_layer("kda", {}, lengths), strategy, atol=1e-10)
 
 
 def context(**changes: Any) -> StageContext:

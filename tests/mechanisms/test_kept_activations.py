@@ -56,7 +56,7 @@ def test_every_policy_gives_the_same_bits_with_an_auxiliary_loss(calls: Counter[
 def test_of_a_layer_with_adapters_one_result_is_kept(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The base's product, and the adapters' few columns, but not their sum: counted by what is sent to the host."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    model = model_of("moba", "moba", compiled=True)
+    model = model_of("moba", compiled=True)
     rank = 2
     torch.manual_seed(0)
     for block in model.blocks:
@@ -64,7 +64,7 @@ def test_of_a_layer_with_adapters_one_result_is_kept(calls: Counter[str], monkey
         assert len(linears) == 7
         for linear in linears:
             LoraLinear.adapt(linear, LoraOptions(r=rank))
-    set_activations(model, [LayerActivations(Kept.ALL)] * 2, CPU)
+    set_activations(model, [LayerActivations(Kept.ALL)], CPU)
     wanted = step(model)
     inner = 2 * MODEL.intermediate_size
     hidden = MODEL.hidden_size
@@ -76,6 +76,6 @@ def test_of_a_layer_with_adapters_one_result_is_kept(calls: Counter[str], monkey
         Kept.ATTENTION: attention,
     }.items():
         calls.clear()
-        set_activations(model, [LayerActivations(kept, on_host=True)] * 2, CPU)
+        set_activations(model, [LayerActivations(kept, on_host=True)], CPU)
         assert_same_bits(step(model), wanted)
-        assert calls["sent"] == 2 * 2 * TOKENS * each
+        assert calls["sent"] == 2 * TOKENS * each

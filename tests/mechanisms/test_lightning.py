@@ -18,21 +18,15 @@ from moba_train.mechanisms.linear.decayed import decayed_attention
 from moba_train.mechanisms.linear.fla import has_fla
 from moba_train.mechanisms.linear.lightning import LightningKind, log_decays
 from moba_train.mechanisms.linear.states import segment_edges
-from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.tools.inference.cache import Decode
 from tests.attention.kind_checks import (
     MODEL,
-    STRATEGIES,
     Layer,
     Results,
-    assert_documents_are_independent,
-    assert_ranks_equal_one_device,
     make_layer,
     results,
     run_layer,
     token_bytes,
 )
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 OPTIONS = [{}, {"decay": "geometric"}]
@@ -131,29 +125,6 @@ def test_strong_decays_over_long_sequences_stay_finite() -> None:
     assert all(x is not None and x.isfinite().all() for x in (out, q.grad, k.grad, v.grad))
     own = ((silu(q) * silu(k)).sum(-1, keepdim=True) * v).detach()
     torch.testing.assert_close(out.detach(), own, rtol=0, atol=2e-2)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(options: dict[str, str], strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make(options), strategy)
-
-
-@pytest.mark.parametrize("lengths", [[9], [1, 2, 3], [2, 1, 1, 1, 1, 1, 1, 1], [40, 3]])
-def test_ranks_with_few_tokens_or_none(lengths: list[int]) -> None:
-    for strategy in STRATEGIES:
-        assert_ranks_equal_one_device(make({"decay": "geometric"}, lengths), strategy)
-
-
-def test_packed_documents() -> None:
-    assert_documents_are_independent("lightning", {"decay": "geometric"}, LENGTHS)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(options: dict[str, str], decode: Decode) -> None:
-    """There are no keys that `decode: full` could attend to."""
-    assert_decodes_like_training("lightning", options, decode=decode)
 
 
 def test_heads_count_from_one_and_layers_from_zero() -> None:

@@ -19,22 +19,17 @@ from moba_train.mechanisms.moa import moa_kind as moa_attention
 from moba_train.mechanisms.moa.moa_kind import MoaKind
 from moba_train.mechanisms.moa.spans import Spans
 from moba_train.model.rope import apply_rope, rope_cos_sin
-from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.tools.convert.hf_export import layer_entry, layer_problem
 from moba_train.tools.hf.config import parse_layer
 from moba_train.tools.needle.answers import SelectedBlocks
 from tests.attention.kind_checks import (
     MODEL,
-    STRATEGIES,
     Layer,
     Results,
-    assert_documents_are_independent,
-    assert_ranks_equal_one_device,
     make_layer,
     results,
     run_layer,
 )
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 61]
 MIXED: dict[str, Any] = {
@@ -46,8 +41,8 @@ MIXED: dict[str, Any] = {
 }
 SIZES = (4, 16, 4, 0)
 """Tokens of a block of each head: the second one's span of 256 tokens, 134, would have 34 blocks of 4."""
-CASES = [("mixed", MIXED), ("one", {"alpha": 5, "beta": 0.25, "sink_tokens": 0, "block_size": 4, "max_length": 256})]
-each = pytest.mark.parametrize("options", [options for _, options in CASES], ids=[name for name, _ in CASES])
+CASES = {"mixed": MIXED, "one": {"alpha": 5, "beta": 0.25, "sink_tokens": 0, "block_size": 4, "max_length": 256}}
+each = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 
 
 def attended(length: int, alpha: int, beta: float, size: int, sinks: int) -> torch.Tensor:
@@ -93,7 +88,7 @@ def assert_equal(got: Results, want: Results, atol: float = 1e-12) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(("options", "sizes"), [(CASES[0][1], SIZES), (CASES[1][1], (4,) * 4)])
+@pytest.mark.parametrize(("options", "sizes"), [(MIXED, SIZES), (CASES["one"], (4,) * 4)])
 def test_output_and_gradients_are_those_of_the_definition(
     options: dict[str, Any], sizes: tuple[int, int, int, int]
 ) -> None:
@@ -102,7 +97,7 @@ def test_output_and_gradients_are_those_of_the_definition(
     assert_equal(results(layer), results(layer, lambda layer: oracle(layer, sizes)))
 
 
-@pytest.mark.parametrize(("options", "sizes"), [(CASES[0][1], SIZES), (CASES[1][1], (4,) * 4)])
+@pytest.mark.parametrize(("options", "sizes"), [(MIXED, SIZES), (CASES["one"], (4,) * 4)])
 def test_evaluations_see_which_blocks_heads_attend_to(
     options: dict[str, Any], sizes: tuple[int, int, int, int]
 ) -> None:
@@ -123,7 +118,7 @@ def test_evaluations_see_which_blocks_heads_attend_to(
 
 def test_few_heads_at_a_time_give_the_numbers_of_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads share a call until the block ids need more memory than q, or than an allowance for short sequences."""
-    layer = make_layer("moa", CASES[1][1], LENGTHS)
+    layer = make_layer("moa", CASES["one"], LENGTHS)
     want = results(layer)
     monkeypatch.setattr(moa_attention, "_IDS_BYTES", 0)
     small = layer.q[..., :1].bfloat16()
@@ -145,33 +140,12 @@ def test_spans_that_hold_the_document_are_full_attention() -> None:
     assert_equal(results(make_layer("moa", kernels, LENGTHS)), full)
 
 
-@each
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(options: dict[str, Any], strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make_layer("moa", options, LENGTHS), strategy)
-
-
 @pytest.mark.parametrize("lengths", [[0, 0], [1]])
 def test_documents_of_hardly_any_tokens(lengths: list[int]) -> None:
     layer = make_layer("moa", MIXED | {"alpha": (4, -(10**18), 10**18, 0), "backend": "reference"}, lengths)
     (out, *_), (_, _, _, dv), _ = results(layer)
     torch.testing.assert_close(out, layer.v.detach().repeat_interleave(2, 1))
     assert dv.shape == layer.v.shape
-
-
-def test_ranks_without_tokens() -> None:
-    for strategy in STRATEGIES:
-        assert_ranks_equal_one_device(make_layer("moa", MIXED, [9]), strategy)
-
-
-@each
-def test_packed_documents(options: dict[str, Any]) -> None:
-    assert_documents_are_independent("moa", options, LENGTHS)
-
-
-@each
-def test_decoding(options: dict[str, Any]) -> None:
-    assert_decodes_like_training("moa", options, prompts=(31, 5))
 
 
 def test_new_tokens_may_attend_to_everything() -> None:

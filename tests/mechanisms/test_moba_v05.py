@@ -20,17 +20,13 @@ from moba_train.mechanisms.moba_v05 import MobaV05Kind
 from moba_train.model.build import initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.tools.convert.hf_export import layer_problem
-from moba_train.tools.inference.cache import Decode
 from tests.attention.helpers import labelled, make_qkv
 from tests.attention.kind_checks import (
     MODEL,
     RING_IN_PARTS,
-    STRATEGIES,
     Layer,
     Results,
-    assert_documents_are_independent,
     assert_ranks_equal_one_device,
     in_16_bits,
     kept_bytes,
@@ -41,7 +37,6 @@ from tests.attention.kind_checks import (
     token_bytes,
 )
 from tests.attention.oracle import cut_blocks, history, select_blocks
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 SMALL = {"block_size": 4, "topk": 3}
@@ -133,29 +128,9 @@ def test_the_log_sum_exp_of_earlier_segments_is_that_of_all_their_keys(backend: 
     torch.testing.assert_close(lse, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != RING_IN_PARTS], ids=str)
-def test_ranks_that_share_a_sequence(strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, LENGTHS), strategy)
-
-
-def test_a_rank_without_tokens() -> None:
-    for strategy in STRATEGIES[:2]:
-        assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, [9]), strategy)  # 3, 3, 3 and none
-
-
 def test_a_ring_that_attends_to_parts_of_the_keys_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' .* hierarchical or dispatch"):
         assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, LENGTHS), RING_IN_PARTS)
-
-
-def test_packed_documents() -> None:
-    assert_documents_are_independent("moba_v05", SMALL, LENGTHS)
-
-
-@pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(decode: Decode) -> None:
-    """`decode: full` changes nothing: the model has never attended to its history with one softmax."""
-    assert_decodes_like_training("moba_v05", SMALL, decode=decode)
 
 
 def models(kind: str, options: dict[str, Any], **changes: Any) -> Transformer:

@@ -15,18 +15,15 @@ from moba_train.attention.registry import KINDS
 from moba_train.mechanisms.moba_v1 import MobaV1Kind, SummedMoba
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.policy import choose_strategy
-from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
+from moba_train.parallel.context.strategy import AttentionShape
 from moba_train.tools.convert.hf_export import layer_entry, layer_problem
-from moba_train.tools.inference.cache import Decode
 from moba_train.tools.transformers_attention import attention_forward
 from tests.attention.helpers import make_qkv, triple
 from tests.attention.kernel_checks import error, inputs, layout_of, run
 from tests.attention.kind_checks import (
     MODEL,
     RING_IN_PARTS,
-    STRATEGIES,
     Layer,
-    assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
     results,
@@ -34,7 +31,6 @@ from tests.attention.kind_checks import (
 )
 from tests.attention.oracle import block_means, cut_blocks, gates, history, select_blocks
 from tests.attention.test_key_conv import assert_equals_convolved_keys, widths
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 SMALL: dict[str, Any] = {"block_size": 4, "topk": 3}
@@ -206,12 +202,6 @@ def test_auto_never_takes_dense_attention(merge: str) -> None:
     assert torch.equal(*results)
 
 
-@merges
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != RING_IN_PARTS], ids=str)
-def test_ranks_that_share_a_sequence(merge: str, strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make_layer("moba_v1", {**SMALL, "merge": merge}, LENGTHS), strategy)
-
-
 def test_a_ring_that_attends_to_parts_of_the_keys_is_refused_before_any_message() -> None:
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' .* hierarchical or dispatch"):
         assert_ranks_equal_one_device(make_layer("moba_v1", SMALL, LENGTHS), RING_IN_PARTS)
@@ -231,18 +221,6 @@ def test_auto_takes_no_ring_with_few_buffers_for_it_even_where_nothing_fits() ->
     assert "ring: 'ring' attends to the keys of some ranks after those of others" in why
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' attends"):
         choose_strategy("ring", "auto", shape, ring_depth=2, **arguments)
-
-
-@merges
-def test_packed_documents(merge: str) -> None:
-    assert_documents_are_independent("moba_v1", {**SMALL, "merge": merge}, LENGTHS)
-
-
-@merges
-@pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(merge: str, decode: Decode) -> None:
-    """`decode: full` replaces attentions that full attention is a limit of; sums go on as they were trained."""
-    assert_decodes_like_training("moba_v1", {**SMALL, "merge": merge}, decode=decode)
 
 
 def test_exported_to_transformers_it_attends_as_it_was_trained() -> None:

@@ -23,14 +23,12 @@ from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
     Layer,
-    assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
     results,
     token_bytes,
 )
 from tests.attention.test_sink import with_sink
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 SIZES = {"block_size": 4, "topk": 3, "window": 8}
 LENGTHS = [12, 0, 1, 41, 26]
@@ -87,15 +85,6 @@ def test_every_block_is_full_attention() -> None:
         torch.testing.assert_close(results(layer), full, rtol=0, atol=1e-13)
 
 
-def test_packed_documents() -> None:
-    assert_documents_are_independent("moba_window", SIZES, LENGTHS)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make_layer("moba_window", SIZES, LENGTHS), strategy)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=str)
 def test_a_learned_sink_joins_the_softmax_on_ranks(strategy: CPStrategy) -> None:
     with KINDS.registered("moba_window with sink", with_sink(MobaWindowKind)):
@@ -103,10 +92,6 @@ def test_a_learned_sink_joins_the_softmax_on_ranks(strategy: CPStrategy) -> None
         assert layer.parameters is not None
         assert_ranks_equal_one_device(layer, strategy)
         assert (results(layer)[0][0] - results(make_layer("moba_window", SIZES, LENGTHS))[0][0]).abs().max() > 1e-3
-
-
-def test_decoding() -> None:
-    assert_decodes_like_training("moba_window", SIZES | {"topk": 2}, prompts=(21, 13), steps=6)
 
 
 def test_those_that_watch_see_the_windows_blocks_as_well() -> None:

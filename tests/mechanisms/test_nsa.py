@@ -25,10 +25,8 @@ from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.helpers import labelled, ranges
 from tests.attention.kind_checks import (
     MODEL,
-    STRATEGIES,
     Layer,
     Results,
-    assert_documents_are_independent,
     assert_ranks_equal_one_device,
     in_16_bits,
     kept_bytes,
@@ -37,7 +35,6 @@ from tests.attention.kind_checks import (
     run_layer,
     token_bytes,
 )
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 SMALL = {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6, "hidden": 5}
 LENGTHS = [21, 0, 1, 50, 4, 3, 8]
@@ -237,17 +234,6 @@ def test_equation_9() -> None:
     assert not any(last)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:2])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(options: dict[str, Any], strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make_layer("nsa", options, LENGTHS), strategy)
-
-
-def test_ranks_without_tokens() -> None:
-    for strategy in STRATEGIES:
-        assert_ranks_equal_one_device(make_layer("nsa", SMALL, [9]), strategy)  # 3, 3, 3 and none
-
-
 def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     forward = Compression.forward
@@ -262,20 +248,6 @@ def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch: pytest.Monkey
     assert counts == [32, 32] + [8, 8] * 4
     received = 2 * (32 - 8) * MODEL.kv_heads * MODEL.head_width * 8
     assert token_bytes(layer.kind, width=8, tokens=16, cp=4).activations * 16 == received
-
-
-def test_packed_documents() -> None:
-    assert_documents_are_independent("nsa", SMALL, LENGTHS)
-
-
-@pytest.mark.parametrize("options", OPTIONS[:2])
-def test_decoding(options: dict[str, Any]) -> None:
-    assert_decodes_like_training("nsa", options, prompts=(33, 5))
-
-
-def test_decoding_with_all_blocks() -> None:
-    """`decode: full`: the selected branch attends to all tokens, which it does anyway where every block is selected."""
-    assert_decodes_like_training("nsa", {**SMALL, "topk": 64}, decode="full")
 
 
 def test_compiled_and_recomputed_layers_give_equal_numbers() -> None:

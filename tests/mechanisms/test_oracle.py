@@ -13,19 +13,14 @@ from moba_train.attention.kind import StageContext
 from moba_train.attention.registry import KINDS
 from moba_train.mechanisms.gates import grid
 from moba_train.model.rope import apply_rope, rope_cos_sin
-from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
     MODEL,
-    STRATEGIES,
     Layer,
-    assert_documents_are_independent,
-    assert_ranks_equal_one_device,
     make_layer,
     results,
     run_layer,
 )
 from tests.mechanisms.test_distilled_gates_gpu import WIDE, moved
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 CASES: dict[str, dict[str, Any]] = {
@@ -88,22 +83,6 @@ def test_chunks_of_queries_change_nothing(options: dict[str, Any], monkeypatch: 
     for got, want in zip(results(layer)[:2], whole[:2], strict=True):
         for mine, other in zip(got, want, strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("options", [CASES["head"], CASES["tokens of a group"]])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_equal_one_device(options: dict[str, Any], strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make_layer("oracle", options, [13, 27]), strategy)
-
-
-@each
-def test_documents_are_independent(options: dict[str, Any]) -> None:
-    assert_documents_are_independent("oracle", options, LENGTHS)
-
-
-@each
-def test_new_tokens_are_decoded_as_trained(options: dict[str, Any]) -> None:
-    assert_decodes_like_training("oracle", options, prompts=(13, 5), steps=4)
 
 
 @pytest.mark.gpu

@@ -24,13 +24,11 @@ from tests.attention.helpers import make_qkv, triple
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
-    assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
 )
 from tests.attention.test_sink import assert_near_float64, with_sink
 from tests.parallel.test_stage_strategy import stage_of
-from tests.tools.decoding_checks import assert_decodes_like_training
 
 
 @pytest.mark.parametrize("width", [1, 3, 7, 100])
@@ -181,22 +179,6 @@ def test_kernels_are_given_the_documents_and_keys_of_every_band(
 LENGTHS = [12, 0, 1, 61]
 CASES = [{"window": 5}, {"window": 5, "sinks": 3}, {"window": 2, "sinks": 9}]
 each = pytest.mark.parametrize("options", CASES, ids=str)
-
-
-@each
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(options: dict[str, int], strategy: CPStrategy) -> None:
-    assert_ranks_equal_one_device(make_layer("window", options, LENGTHS), strategy)
-
-
-@each
-def test_packed_documents(options: dict[str, int]) -> None:
-    assert_documents_are_independent("window", options, LENGTHS)
-
-
-@each
-def test_decoding(options: dict[str, int]) -> None:
-    assert_decodes_like_training("window", options, prompts=(31, 5))
 
 
 @each

@@ -19,7 +19,7 @@ from moba_train.attention.full.kernels import FullBackend
 from moba_train.attention.kernels.common.merge import merge, nothing_seen
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.varlen import Segments
-from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
+from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges, kept
 from moba_train.attention.protocol import BackwardState, Gradients
 
 
@@ -86,12 +86,9 @@ KernelCalls = list[tuple[slice, list[KernelCall]]]
 """(rows of the queries, the calls that cover all that they see) of every chunk, in order."""
 
 
+@kept
 def kernel_calls(layout: Layout, bottom_right: bool) -> KernelCalls:
-    """The calls for a kernel with that causal mask (`FullBackend.bottom_right`); kept with the layout."""
-    return layout.cached(("full kernel calls", bottom_right), lambda: _cut(layout, bottom_right))
-
-
-def _cut(layout: Layout, bottom_right: bool) -> KernelCalls:
+    """The calls for a kernel with that causal mask (`FullBackend.bottom_right`)."""
     q_edges, k_edges = (_document_edges(layout.cu_seqlens, ranges) for ranges in (layout.q_ranges, layout.k_ranges))
 
     def call(rows: slice, keys: slice, causal: bool) -> KernelCall:

@@ -4,7 +4,7 @@ Each takes packed documents, grouped-query heads and an external `out` and `lse`
 results can be merged (calls.py cuts any layout into calls of them). Shapes and dtypes are those of `LocalAttention`.
 """
 
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,34 +18,37 @@ from moba_train.torch_private import cudnn_attention, cudnn_attention_backward
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class FullBackend(Protocol):
-    """One implementation; never instantiated."""
+class FullBackend:
+    """One implementation, never instantiated: by default a varlen kernel, on documents of any lengths."""
 
     bottom_right: ClassVar[bool]
     """True if its causal mask may have more keys than queries; else they are as many in every document."""
+    kernel: ClassVar[type[VarlenKernel]]
+    """The varlen kernel of a backend that is one."""
 
-    @staticmethod
-    def can(q: Tensor, layout: Layout) -> bool:
+    @classmethod
+    def can(cls, q: Tensor, layout: Layout) -> bool:
         """True if it computes this call."""
-        ...
+        return not cls.kernel.refuses(q)
 
     @staticmethod
     def pays(layout: Layout) -> bool:
         """True if it is fast enough for this call, given that it can do it."""
-        ...
+        return True
 
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def forward(cls, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        ...
+        return cls.kernel.forward(q, k, v, segments, scale)
 
-    @staticmethod
-    def backward(state: BackwardState, segments: Segments, scale: float) -> Gradients:
+    @classmethod
+    def backward(cls, state: BackwardState, segments: Segments, scale: float) -> Gradients:
         """(dq, dk, dv)."""
-        ...
+        fixed_order = torch.are_deterministic_algorithms_enabled()
+        return cls.kernel.backward(state, segments, scale, deterministic=fixed_order)
 
 
-class Cudnn:
+class Cudnn(FullBackend):
     """cuDNN's fused attention on one document, or on equally long ones as a batch.
 
     It is built for every new shape (tens of milliseconds), which does not pay for packed documents of any length.
@@ -54,8 +57,8 @@ class Cudnn:
 
     bottom_right: ClassVar[bool] = False
 
-    @staticmethod
-    def can(q: Tensor, layout: Layout) -> bool:
+    @classmethod
+    def can(cls, q: Tensor, layout: Layout) -> bool:
         documents = layout.cu_seqlens.numel() - 1
         equal = documents == 1 or (layout.is_whole and layout.total == layout.max_seqlen * documents)
         usable = q.is_cuda and q.dtype in _HALF and not torch.are_deterministic_algorithms_enabled()
@@ -68,15 +71,15 @@ class Cudnn:
         # 8K and faulted at 32K, so it is only asked for equal lengths (benchmarks/LOG.md, "Full attention").
         return min([layout.max_seqlen, *(stop - start for start, stop in ranges)]) >= 1024
 
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def forward(cls, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         batch = _documents_first(q, segments.max_q), *(_documents_first(x, segments.max_k) for x in (k, v))
         out, lse, *_ = cudnn_attention(*batch, None, True, 0.0, segments.causal, False, scale=scale)
         lse_BHL = lse.view(-1, q.shape[1], segments.max_q)
         return out.transpose(1, 2).reshape(q.shape), lse_BHL.transpose(0, 1).flatten(1)
 
-    @staticmethod
-    def backward(state: BackwardState, segments: Segments, scale: float) -> Gradients:
+    @classmethod
+    def backward(cls, state: BackwardState, segments: Segments, scale: float) -> Gradients:
         max_q, max_k = segments.max_q, segments.max_k
         dout, q, out = (_documents_first(x, max_q) for x in (state.dout, state.q, state.out))
         k, v = (_documents_first(x, max_k) for x in (state.k, state.v))
@@ -95,78 +98,51 @@ def _documents_first(x_THD: Tensor, length: int) -> Tensor:
     return x_THD.unflatten(0, (-1, length)).transpose(1, 2)
 
 
-class _Varlen:
-    """A varlen kernel, on documents of any lengths."""
-
-    kernel: ClassVar[type[VarlenKernel]]
-
-    @classmethod
-    def can(cls, q: Tensor, layout: Layout) -> bool:
-        return not cls.kernel.refuses(q)
-
-    @staticmethod
-    def pays(layout: Layout) -> bool:
-        return True
-
-    @classmethod
-    def forward(cls, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        return cls.kernel.forward(q, k, v, segments, scale)
-
-    @classmethod
-    def backward(cls, state: BackwardState, segments: Segments, scale: float) -> Gradients:
-        fixed_order = torch.are_deterministic_algorithms_enabled()
-        return cls.kernel.backward(state, segments, scale, deterministic=fixed_order)
-
-
-class Flash4(_Varlen):
+class Flash4(FullBackend):
     """The package flash-attn-4, where it is installed."""
 
     bottom_right: ClassVar[bool] = True
     kernel = FlashAttention4
 
 
-class Flash(_Varlen):
+class Flash(FullBackend):
     """FlashAttention-2 as it ships inside torch; key/value heads are never repeated."""
 
     bottom_right: ClassVar[bool] = True
     kernel = TorchFlash
 
 
-class Flash2(_Varlen):
+class Flash2(FullBackend):
     """FlashAttention-2 as the package flash-attn, for builds of torch that come without it."""
 
     bottom_right: ClassVar[bool] = True
     kernel = PackagedFlash2
 
 
-class Sdpa(_Varlen):
+class Sdpa(FullBackend):
     """torch's fused CPU kernel, document by document; key/value heads are repeated for one at a time."""
 
     bottom_right: ClassVar[bool] = False
     kernel = Cpu
 
 
-class Reference:
+class Reference(FullBackend):
     """Plain PyTorch: any device and dtype."""
 
     bottom_right: ClassVar[bool] = True
 
-    @staticmethod
-    def can(q: Tensor, layout: Layout) -> bool:
+    @classmethod
+    def can(cls, q: Tensor, layout: Layout) -> bool:
         return True
 
-    @staticmethod
-    def pays(layout: Layout) -> bool:
-        return True
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def forward(cls, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         # Then half of the scores is never computed.
         square = segments.causal and q.shape[0] == k.shape[0]
         return masked_attend(q, k, v, _document_mask(segments), scale, prefix=square)
 
-    @staticmethod
-    def backward(state: BackwardState, segments: Segments, scale: float) -> Gradients:
+    @classmethod
+    def backward(cls, state: BackwardState, segments: Segments, scale: float) -> Gradients:
         square = segments.causal and state.q.shape[0] == state.k.shape[0]
         return masked_attend_backward(state, _document_mask(segments), scale, prefix=square)
 

@@ -8,7 +8,7 @@ diagonal block first, then the selected blocks one by one, in float32 (float64 f
 
 A parameter says how results are joined:
 
-`OneSoftmax`  one softmax over the keys of all blocks, by online softmax (attention/kernels/common/merge.py)
+`ONE_SOFTMAX` one softmax over the keys of all blocks, by online softmax (attention/kernels/common/merge.py)
 `WeightedSum` (mechanisms/moba_v1.py) a softmax for each block, and the results added up; it needs their (out, lse)
               again in the backward pass, which computes them again
 
@@ -33,7 +33,7 @@ from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.composed_rows import sorted_parts
 from moba_train.attention.kernels.table import triton_runs_on
 from moba_train.attention.kernels.varlen import Segments, VarlenKernel, best_kernel, refusals
-from moba_train.attention.layout import Layout, joined_ranges
+from moba_train.attention.layout import Layout, joined_ranges, kept
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 
 
@@ -102,58 +102,37 @@ class BlockKernel:
         return out_THD.contiguous(), lse_HT
 
 
-class Join(Protocol):
-    """The steps that depend on how results are joined."""
+class Join:
+    """The steps that depend on how results are joined: by one softmax over the keys of the diagonal block and the
+    selected ones, unless a subclass joins them in another way."""
 
     def attend_diagonal(
         self, blocks: BlockKernel, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D], lse [H, T]) of the diagonal blocks, to which the selected ones are joined."""
-        ...
-
-    def join(
-        self, part: Part, out_THD: Tensor, lse_HT: Tensor, diagonal_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor
-    ) -> None:
-        """Join the slots' out and lse to those of their queries, in place; `part_ED` may be overwritten."""
-        ...
-
-    def diagonal_state(
-        self, blocks: BlockKernel, state: BackwardState, heads: slice, kv_heads: slice
-    ) -> BackwardState | None:
-        """The state of the diagonal blocks' backward pass for some heads; None: there are none."""
-        ...
-
-    def slots_state(self, blocks: BlockKernel, part: Part, rows: Rows, k: Tensor, v: Tensor) -> BackwardState:
-        """The state of the slots' backward pass, with the keys and values [k * S, 1, D] of their heads."""
-        ...
-
-
-class OneSoftmax:
-    """One softmax over the keys of the diagonal block and the selected ones. A `Join`."""
-
-    def attend_diagonal(
-        self, blocks: BlockKernel, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) over the diagonal blocks."""
         return blocks.attend_diagonal(q_THD, k_SKD, v_SKD)
 
     def join(
         self, part: Part, out_THD: Tensor, lse_HT: Tensor, diagonal_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor
     ) -> None:
-        """Join by online softmax."""
+        """Join the slots' out and lse to those of their queries, in place; `part_ED` may be overwritten."""
         part.merge(out_THD, lse_HT, diagonal_lse_HT, part_ED, part_E)
 
-    def diagonal_state(self, blocks: BlockKernel, state: BackwardState, heads: slice, kv_heads: slice) -> BackwardState:
-        """The results over all blocks are what the gradients through some of them need."""
+    def diagonal_state(
+        self, blocks: BlockKernel, state: BackwardState, heads: slice, kv_heads: slice
+    ) -> BackwardState | None:
+        """The state of the diagonal blocks' backward pass for some heads: the results over all blocks are what the
+        gradients through some of them need. None: there are no diagonal blocks."""
         return state.part(heads=heads, kv_heads=kv_heads)
 
     def slots_state(self, blocks: BlockKernel, part: Part, rows: Rows, k: Tensor, v: Tensor) -> BackwardState:
-        """The results over all blocks, a row for each slot."""
+        """The state of the slots' backward pass, with the keys and values [k * S, 1, D] of their heads: the results
+        over all blocks, a row for each slot."""
         dout, q, out = (part.gather(x) for x in (rows.dout, rows.q, rows.out))
         return BackwardState(dout, q, k, v, out, part.gather_lse(rows.lse))
 
 
-ONE_SOFTMAX = OneSoftmax()
+ONE_SOFTMAX = Join()
 
 
 NAME = "composed"
@@ -182,13 +161,10 @@ def _most_segments(layout: Layout, block_size: int) -> int:
     return block_bound(layout, block_size) + len(layout.q_ranges or ())
 
 
+@kept
 def _diagonal_segments(layout: Layout, block_size: int) -> Segments:
-    """The queries of each block and its keys, up to that of the last query; kept with the layout."""
-    return layout.cached(("diagonal segments", block_size), lambda: _cut_diagonal_segments(layout, block_size))
-
-
-def _cut_diagonal_segments(layout: Layout, block_size: int) -> Segments:
-    """Segments; if a range of queries ends inside a block, the block's other keys are a segment without queries."""
+    """The queries of each block and its keys, up to that of the last query; if a range of queries ends inside a block,
+    the block's other keys are a segment without queries."""
     longest = min(block_size, layout.max_seqlen)
     edges = block_edges(layout, block_size)
     if layout.q_ranges is None:
@@ -235,13 +211,14 @@ def attend(
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[1], 0, dtype=accumulation_dtype(q_THD.dtype))
     call = _Call.from_tensors(q_THD, k_SKD, v_SKD, layout, selection, block_size, scale)
+    kernel = call.blocks.kernel
     out_THD, diagonal_lse_HT = join.attend_diagonal(call.blocks, q_THD, k_SKD, v_SKD)
     lse_HT = diagonal_lse_HT.clone()
     q_rows = q_THD.reshape(-1, call.head_dim)
     for kv_heads, parts in call.parts():
         k, v = (_heads_end_to_end(x, kv_heads) for x in (k_SKD, v_SKD))
         for part in parts:
-            part_E1D, part_1E = call.kernel.forward(part.gather(q_rows), k, v, part.segments, scale)
+            part_E1D, part_1E = kernel.forward(part.gather(q_rows), k, v, part.segments, scale)
             join.join(part, out_THD, lse_HT, diagonal_lse_HT, part_E1D.squeeze(1), part_1E.squeeze(0))
     return out_THD, lse_HT
 
@@ -261,6 +238,7 @@ def attend_backward(
         return torch.empty_like(q_THD), torch.zeros_like(k_SKD), torch.zeros_like(v_SKD)
     dq_THD, dk_SKD, dv_SKD = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_SKD, v_SKD))
     call = _Call.from_tensors(q_THD, k_SKD, v_SKD, layout, selection, block_size, scale)
+    kernel = call.blocks.kernel
     wide = accumulation_dtype(q_THD.dtype)
     rows = Rows.from_state(state)
     rows_of_k = k_SKD.shape[0], k_SKD.shape[2]
@@ -273,7 +251,7 @@ def attend_backward(
             if diagonal is None:
                 dq_THD[:, some] = 0
                 continue
-            dq_THD[:, some], dk_SkD, dv_SkD = call.kernel.backward(diagonal, call.diagonal, scale, deterministic=True)
+            dq_THD[:, some], dk_SkD, dv_SkD = kernel.backward(diagonal, call.blocks.diagonal, scale, deterministic=True)
             where = slice(shared.start - kv_heads.start, shared.stop - kv_heads.start)
             dk_kSD[where] += dk_SkD.transpose(0, 1)
             dv_kSD[where] += dv_SkD.transpose(0, 1)
@@ -292,7 +270,7 @@ def _slots_backward(
     """(dk, dv) [k * S, 1, D] of the slots of a part, whose dq is added in place. What was gathered is freed again."""
     gathered = join.slots_state(call.blocks, part, rows, k, v)
     # Deterministic in any case: MoBA's gradients repeat bit by bit by every backend on a GPU.
-    dq, dk, dv = call.kernel.backward(gathered, part.segments, call.scale, deterministic=True)
+    dq, dk, dv = call.blocks.kernel.backward(gathered, part.segments, call.blocks.scale, deterministic=True)
     part.add(dq_THD, dq.squeeze(1))
     return dk, dv
 
@@ -327,14 +305,12 @@ def slots_at_once(rows: int, head_dim: int) -> int:
 class _Call:
     """The tensors of one call, and its work cut into parts."""
 
-    kernel: type[VarlenKernel]
-    diagonal: Segments
+    blocks: BlockKernel
     tensors: tuple[Tensor, Tensor, Tensor]
     """q, k, v."""
     selection: Selection
     layout: Layout
     block_size: int
-    scale: float
 
     @classmethod
     def from_tensors(
@@ -342,12 +318,8 @@ class _Call:
     ) -> "_Call":
         kernel = _kernel(q, layout, block_size)
         assert kernel, "ask `refuses` first"
-        return cls(kernel, _diagonal_segments(layout, block_size), (q, k, v), selection, layout, block_size, scale)
-
-    @property
-    def blocks(self) -> BlockKernel:
-        """The kernel, its diagonal segments and the scale."""
-        return BlockKernel(self.kernel, self.diagonal, self.scale)
+        blocks = BlockKernel(kernel, _diagonal_segments(layout, block_size), scale)
+        return cls(blocks, (q, k, v), selection, layout, block_size)
 
     @property
     def head_dim(self) -> int:
@@ -362,8 +334,8 @@ class _Call:
         selected_HTC, *lists = self.selection
         heads, tokens, history_blocks = selected_HTC.shape
         edges = block_edges(self.layout, self.block_size)
-        longest = self.diagonal.max_k
-        buffers = self.kernel.dq_buffers(edges.numel() - 1, selected_HTC.device)
+        longest = self.blocks.diagonal.max_k
+        buffers = self.blocks.kernel.dq_buffers(edges.numel() - 1, selected_HTC.device)
         # FlashAttention-2's deterministic backward pass holds a dq for each of its programs, so parts shrink by that
         # number.
         limit = max(1, slots_at_once(tokens * heads, self.head_dim) // buffers)
@@ -371,16 +343,16 @@ class _Call:
             return iter([(slice(0, self.kv_heads), iter(()))])
         # Triton's tiles are powers of 2, so other head widths take the sort in PyTorch.
         if not lists or self.head_dim & (self.head_dim - 1):
-            most = self.kernel.most_segments
+            most = self.blocks.kernel.most_segments
             return sorted_parts(selected_HTC, self.kv_heads, limit, most, edges, longest, self.layout.total)
         from moba_train.attention.kernels.common.call import BlockCall
         from moba_train.attention.kernels.common.lists import BlockLists
         from moba_train.attention.kernels.triton.composed_rows import gathered_parts
 
         slots, starts = lists
-        call = BlockCall.from_tensors(*self.tensors, self.layout, selected_HTC, self.block_size, self.scale)
+        call = BlockCall.from_tensors(*self.tensors, self.layout, selected_HTC, self.block_size, self.blocks.scale)
         found = BlockLists.from_tensors(slots, starts, selected_HTC, self.kv_heads, call.tables.blocks)
-        return gathered_parts(call, found, limit, self.kernel.most_segments, edges, longest)
+        return gathered_parts(call, found, limit, self.blocks.kernel.most_segments, edges, longest)
 
 
 def _heads_end_to_end(x_SKD: Tensor, kv_heads: slice) -> Tensor:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moba_train.attention.kernels.common.reference import accumulation_dtype
-from moba_train.attention.layout import Layout, TokenRange, argument_layout, layout_arguments, paired
+from moba_train.attention.layout import Layout, TokenRange, argument_layout, kept, layout_arguments, paired
 from moba_train.attention.operators import no_second_derivative
 from moba_train.attention.shard import Shard, own_rows, padded
 
@@ -90,7 +90,7 @@ def _rows_before(x: Tensor, tails: Tensor, *where: Any) -> Tensor:
     heads = tails
     if all_ranges:
         with_zeros = torch.cat([tails.flatten(0, 1), tails.new_zeros((1, *tails.shape[2:]))])
-        heads = with_zeros[_sources(layout, all_ranges, tails.shape[1])]
+        heads = with_zeros[_sources(layout, tuple(all_ranges), tails.shape[1])]
     count = tails.shape[1]
     found = x.new_empty((count, *x.shape))
     for head, rows in zip(heads, _rows_of_ranges(layout), strict=False):
@@ -117,7 +117,7 @@ def _rows_before_backward(grad: Tensor, tails: int, *where: Any) -> tuple[Tensor
         grad_x[rows] = both[count:]
     if all_ranges:
         sums = grad.new_zeros((tails * count + 1, *rest), dtype=wide)
-        heads = sums.index_put_((_sources(layout, all_ranges, count),), heads, accumulate=True)[:-1]
+        heads = sums.index_put_((_sources(layout, tuple(all_ranges), count),), heads, accumulate=True)[:-1]
     return grad_x.to(grad.dtype), heads.view(tails, count, *rest).to(grad.dtype)
 
 
@@ -169,31 +169,22 @@ def _rows_of_ranges(layout: Layout) -> Iterator[slice]:
         first += stop - start
 
 
-def _sources(layout: Layout, all_ranges: Sequence[int], count: int) -> Tensor:
-    """int64 [r, c]: the row among all tails of each token before the layout's ranges; behind them all for no token.
-
-    Kept with the layout.
-    """
-
-    def make() -> Tensor:
-        ranges = paired(all_ranges)
-        found = []
-        for start, _ in layout.query_ranges:
-            for token in range(start - count, start):
-                holder = next((i for i, (first, stop) in enumerate(ranges) if first <= token < stop), None)
-                row = len(ranges) * count if holder is None else (holder + 1) * count + token - ranges[holder].stop
-                found.append(row)
-        return torch.tensor(found, dtype=torch.int64).view(-1, count).to(layout.cu_seqlens.device)
-
-    return layout.cached(("sources of previous rows", tuple(all_ranges), count), make)
+@kept
+def _sources(layout: Layout, all_ranges: tuple[int, ...], count: int) -> Tensor:
+    """int64 [r, c]: the row among all tails of each token before the layout's ranges; behind them all for no token."""
+    ranges = paired(all_ranges)
+    found = []
+    for start, _ in layout.query_ranges:
+        for token in range(start - count, start):
+            holder = next((i for i, (first, stop) in enumerate(ranges) if first <= token < stop), None)
+            row = len(ranges) * count if holder is None else (holder + 1) * count + token - ranges[holder].stop
+            found.append(row)
+    return torch.tensor(found, dtype=torch.int64).view(-1, count).to(layout.cu_seqlens.device)
 
 
+@kept
 def _outside(layout: Layout, count: int, dimensions: int) -> Tensor:
-    """bool [c, n, 1, ...]: True for queries whose document has no token that far before them. Kept with the layout."""
-
-    def make() -> Tensor:
-        distance_c1 = torch.arange(1, count + 1, device=layout.cu_seqlens.device).unsqueeze(1)
-        return layout.positions(layout.q_tokens, layout.q_documents) < distance_c1
-
-    outside_cn = layout.cached(("no previous token", count), make)
+    """bool [c, n, 1, ...]: True for queries whose document has no token that far before them."""
+    distance_c1 = torch.arange(1, count + 1, device=layout.cu_seqlens.device).unsqueeze(1)
+    outside_cn = layout.positions(layout.q_tokens, layout.q_documents) < distance_c1
     return outside_cn.view(*outside_cn.shape, *(1,) * (dimensions - 1))

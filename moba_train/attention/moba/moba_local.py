@@ -89,6 +89,8 @@ class MobaAttention(DenseOrSparse, Gated):
             return self.topk - 1
 
     blocks: BlockAttention
+    local_blocks: int = 1
+    """Blocks up to a query's own that it attends to in any case, and so are no candidates of the gate."""
 
     def __init__(
         self, options: Section, head_dim: int, softmax_scale: float | None = None, *, section: str = "attention.moba"
@@ -171,6 +173,7 @@ class MobaAttention(DenseOrSparse, Gated):
             history_blocks=self._listed(layout),
             select=self.options.select,
             always=self.options.always,
+            local=self.local_blocks,
         )
 
     def _selector(self, x: Tensor, layout: Layout) -> Selector:

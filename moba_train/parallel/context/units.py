@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moba_train.attention.layout import Layout, TokenRange, TokenRanges
+from moba_train.attention.layout import Layout, TokenRange, TokenRanges, kept
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.transport.base import ShardedCall
@@ -66,13 +66,12 @@ def _unit_of(token: int, edges: tuple[int, ...], size: int) -> tuple[int, int]:
     return begin, min(begin + size, edges[document + 1])
 
 
+@kept
 def owned_units(layout: Layout, sequence: SequenceLayout, size: int) -> OwnedUnits:
-    """The owners of units of `size` tokens, kept with the layout."""
+    """The owners of units of `size` tokens."""
     if size == 1:
         return OwnedUnits(sequence.ranges, ())
-    return layout.cached(
-        ("owned units", sequence, size), lambda: OwnedUnits.from_sequence(sequence, layout.edges, size)
-    )
+    return OwnedUnits.from_sequence(sequence, layout.edges, size)
 
 
 def rows_of_own_units(x_L: Tensor, units: OwnedUnits, sequence: SequenceLayout, communicator: Communicator) -> Tensor:

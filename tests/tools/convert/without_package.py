@@ -4,9 +4,12 @@ PROMPTS holds the tokens of two prompts, the longer one first. What the model in
 named otherwise, goes to FOLDER/answers.pt.
 """
 
+import ast
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,8 +113,17 @@ def answers(folder: str, prompts: list[torch.Tensor]) -> dict[str, Any]:
     return found
 
 
+def parse_code_once() -> None:
+    """Keeps what transformers parses: with each model that it loads, the same code several times, a second a folder."""
+    from transformers import dynamic_module_utils
+
+    parsing = SimpleNamespace(**vars(ast) | {"parse": cache(ast.parse)})
+    dynamic_module_utils.ast = parsing  # type: ignore[assignment]  # a module there
+
+
 if __name__ == "__main__":
     sys.meta_path.insert(0, _Blocked())
+    parse_code_once()
     try:
         import_module("moba_train")
     except ModuleNotFoundError:

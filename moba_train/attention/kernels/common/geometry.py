@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moba_train.attention.layout import Layout, TokenRanges
+from moba_train.attention.layout import Layout, TokenRanges, kept
 
 
 def block_bound(layout: Layout, block_size: int) -> int:
@@ -32,15 +32,9 @@ def first_blocks(cu_seqlens: Tensor, block_size: int) -> Tensor:
     return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
 
 
+@kept
 def block_edges(layout: Layout, block_size: int) -> Tensor:
-    """int32 [block_bound + 1]: each block's first token; the number of tokens for ids that name no block.
-
-    Kept with the layout.
-    """
-    return layout.cached(("block edges", block_size), lambda: _edges(layout, block_size))
-
-
-def _edges(layout: Layout, block_size: int) -> Tensor:
+    """int32 [block_bound + 1]: each block's first token; the number of tokens for ids that name no block."""
     first = first_blocks(layout.cu_seqlens, block_size)
     ids = torch.arange(block_bound(layout, block_size) + 1, device=first.device)
     document = torch.searchsorted(first[1:], ids, right=True).clamp_(max=first.numel() - 2)
@@ -98,14 +92,11 @@ class QueryBlocks(NamedTuple):
         return QueryBlocks(self.own_t[rows], self.first_t[rows])
 
 
+@kept
 def query_blocks(layout: Layout, block_size: int) -> QueryBlocks:
-    """Blocks of the layout's queries; kept with the layout."""
-
-    def make() -> QueryBlocks:
-        own = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
-        return QueryBlocks(own, first_blocks(layout.cu_seqlens, block_size)[layout.q_documents])
-
-    return layout.cached(("query blocks", block_size), make)
+    """Blocks of the layout's queries."""
+    own = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
+    return QueryBlocks(own, first_blocks(layout.cu_seqlens, block_size)[layout.q_documents])
 
 
 @dataclass(frozen=True)

@@ -55,11 +55,7 @@ class UlyssesSpec(TransportSpec):
 
     def check_attention(self, strategy: CPStrategy, heads: int, kv_heads: int, facts: AttentionFacts) -> None:
         """Raises ValueError for heads that the ranks cannot share."""
-        _check_heads(self.name, self.group_size(strategy), heads, kv_heads, facts)
-
-    def group_size(self, strategy: CPStrategy) -> int:
-        """Ranks that share the heads."""
-        return strategy.ranks
+        _check_heads(self.name, strategy.ranks, heads, kv_heads, facts)
 
     def has_unequal_shards(self, work_grows: bool) -> bool:
         """Never: every rank attends to whole sequences."""
@@ -79,7 +75,7 @@ class UlyssesSpec(TransportSpec):
         return 2 < strategy.ranks == strategy.node_size and shape.kv_heads % strategy.ranks == 0
 
 
-class HierarchicalSpec(UlyssesSpec):
+class HierarchicalSpec(TransportSpec):
     """The transport `hierarchical`: Ulysses inside a node, all-gather across nodes."""
 
     name = "hierarchical"
@@ -116,17 +112,9 @@ class HierarchicalSpec(UlyssesSpec):
                 f"allgather or ring"
             )
 
-    def group_size(self, strategy: CPStrategy) -> int:
-        """Ranks of a node."""
-        return strategy.node_size
-
-    def has_unequal_shards(self, work_grows: bool) -> bool:
-        """True only if a query's work grows: zigzag shards cost a copy."""
-        return work_grows
-
-    def is_preferred(self, strategy: CPStrategy, shape: AttentionShape) -> bool:
-        """Never."""
-        return False
+    def check_attention(self, strategy: CPStrategy, heads: int, kv_heads: int, facts: AttentionFacts) -> None:
+        """Raises ValueError for heads that the ranks of a node cannot share."""
+        _check_heads(self.name, strategy.node_size, heads, kv_heads, facts)
 
 
 def _check_heads(name: str, ranks: int, heads: int, kv_heads: int, facts: AttentionFacts) -> None:
