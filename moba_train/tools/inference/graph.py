@@ -45,7 +45,7 @@ class RepeatedToken:
         self._numbers = torch.zeros(3, dtype=torch.int64, device=plan.device)
         """The token, its position and its row of the cache."""
         self._recorded: tuple[Callable[[], object], Tensor, Tensor] | None = None
-        """What repeats the launches, the logits [1, V], and the rows of the sequence [1, 2] that all layers read."""
+        """A call that repeats the launches, the logits [1, V], and the sequence's rows [1, 2] that all layers read."""
 
     def __call__(self, sequence: int, token: int) -> Tensor | None:
         """Logits [V] behind the new `token`, or None if the model must run as written for it."""
