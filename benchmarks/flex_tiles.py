@@ -29,6 +29,7 @@ from benchmarks.record import markdown, save
 from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.protocol import LocalAttention
+from moba_train.errors import CheckpointError
 from moba_train.tools.evaluate import load_on_this_machine
 from moba_train.tools.evaluated_recipe import open_to_generate
 from moba_train.tools.text_tokenizer import load_text_tokenizer
@@ -145,18 +146,21 @@ def main() -> None:
     if given.save and (given.model is None or not layer.isdecimal() or not file):
         parser.error(f"--save: given {given.save}; allowed: LAYER:FILE, with --model")
     results: list[dict[str, Any]] = []
-    for case in given.rows:
-        results.append({"row": case.name, "data": case.routing, **shares(Row(case, "cpu", "reference"))})
-        print(table(results[-1:]).splitlines()[-1], flush=True)
-    if given.model is not None:
-        try:
+    layers: list[Inputs] = []
+    try:
+        if given.model is not None:
             layers = model_inputs(given.model, given.text, max(case_argument(text).tokens for text in TRAINED))
-        except ValueError as error:
-            parser.error(str(error))
-        if given.save:
-            if int(layer) >= len(layers):
-                parser.error(f"--save: layer {layer} given; allowed: 0 to {len(layers) - 1}")
-            save_file({name: x.contiguous() for name, x in zip("qkv", layers[int(layer)], strict=True)}, file)
+        if given.save and int(layer) >= len(layers):
+            parser.error(f"--save: layer {layer} given; allowed: 0 to {len(layers) - 1}")
+        for case in given.rows:
+            data = "trained" if case.inputs else case.routing
+            results.append({"row": case.name, "data": data, **shares(Row(case, "cpu", "reference"))})
+            print(table(results[-1:]).splitlines()[-1], flush=True)
+    except (ValueError, OSError, CheckpointError) as error:
+        parser.error(str(error))
+    if given.save:
+        save_file({name: x.contiguous() for name, x in zip("qkv", layers[int(layer)], strict=True)}, file)
+    if layers:
         results += of_model(layers, TRAINED)
     settings = {"model": given.model and given.model.name, "text": given.text and given.text.name}
     save(given.output, settings, results)

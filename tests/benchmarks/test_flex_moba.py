@@ -68,7 +68,7 @@ def test_queries_that_agree_need_their_own_pairs_and_others_nearly_everything() 
     assert found == 32 * 33 // 2 * TILE**2, "128 queries in turn select every block: all of causal attention"
 
 
-def test_a_row_takes_a_trained_models_inputs_and_refuses_other_shapes(tmp_path: Path) -> None:
+def test_a_row_takes_a_trained_models_inputs_and_refuses_others(tmp_path: Path) -> None:
     file = tmp_path / "layer.safetensors"
     inputs = {name: torch.randn(600, heads, 64) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
     save_file(inputs, file)
@@ -79,3 +79,6 @@ def test_a_row_takes_a_trained_models_inputs_and_refuses_other_shapes(tmp_path: 
     for sizes, shape in (("512:64/3,heads=8,kv=2,d=64", r"\[512, 4, 64\]"), ("1K:64/3,heads=4,kv=2,d=64", r"\[600")):
         with pytest.raises(ValueError, match=f"q has shape {shape}"):
             Row(Case.parse(f"{sizes},inputs={file}"), "cpu", "reference")
+    for other in (tmp_path / "missing", Path(__file__)):
+        with pytest.raises(ValueError, match="inputs=.*allowed: a file of q, k and v"):
+            Row(Case.parse(f"512:64/3,heads=4,kv=2,d=64,inputs={other}"), "cpu", "reference")
