@@ -80,5 +80,5 @@ def test_a_row_takes_a_trained_models_inputs_and_refuses_others(tmp_path: Path) 
         with pytest.raises(ValueError, match=f"q has shape {shape}"):
             Row(Case.parse(f"{sizes},inputs={file}"), "cpu", "reference")
     for other in (tmp_path / "missing", Path(__file__)):
-        with pytest.raises(ValueError, match="inputs=.*allowed: a file of q, k and v"):
+        with pytest.raises(ValueError, match=r"inputs=.*allowed: a file of q, k and v"):
             Row(Case.parse(f"512:64/3,heads=4,kv=2,d=64,inputs={other}"), "cpu", "reference")
