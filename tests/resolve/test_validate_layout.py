@@ -206,6 +206,12 @@ def test_a_sharing_of_layers_that_does_not_fit_is_refused(
     assert_refused(load(*overrides), problem, world_size, ranks_per_node=8)
 
 
+def test_a_model_trained_with_an_overlap_that_is_refused_now_is_evaluated(load: Load) -> None:
+    config = load("parallel={tp: 2, cp: 2, tp_overlap: true}", "compile=true")
+    assert_refused(config, "parallel.tp_overlap: given true with parallel.tp 2, cp 2", 4)
+    check(config, 4, training=False)
+
+
 def test_shared_layers_are_of_the_run_not_of_a_stage(load: Load) -> None:
     config = load("parallel={tp: 2, dp_replicate: 2}", "stages.1.parallel={cp: 4}")
     check(config, 16, ranks_per_node=8)
