@@ -3,7 +3,8 @@
     torchrun ... -m benchmarks.even_experts RECIPE.yaml
 
 Routers of random weights send all tokens of a deep model to the same experts, and so to one or two of the ranks, which
-no trained model does. The weights of a token's experts, and all gradients, are still the router's. torchtitan's
+no trained model does. The weights of a token's experts, and all gradients, are still the router's if its scores are a
+softmax, as in Qwen3; a sigmoid of such logits is 1 and has no gradient. torchtitan's
 `debug.moe_force_load_balance` chooses the same experts. Bases of random weights are known as to
 `benchmarks.random_base`.
 """

@@ -65,9 +65,10 @@ def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, An
         "full-steps": [f"{distill}.full_every=4"],
         "last-layers": [f"attention.full_layers=last:{count}", *without_groups],
         "no-full-layers": ["attention.full_layers=none", *without_groups],
-        "half-blocks": sized(size // 2),
-        "double-blocks": sized(2 * size),
     }
+    for name, other in (("half-blocks", size // 2), ("double-blocks", 2 * size)):
+        if 1 <= other <= budget // 2:
+            found[name] = sized(other)
     if budget >= 2 * 64:
         found["moba"] = moba(64)
         found["moba-per-head"] = moba(64, select="head")

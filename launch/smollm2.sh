@@ -75,12 +75,14 @@ sparsify)
 retriever)
     base=runs/experiments/conversion/base-seed0
     corpus=data/smollm2-long
-    [ -e "$base/checkpoints/latest" ] ||
+    if [ ! -e "$base/arm-finished" ]; then  # an interrupted run also leaves a checkpoint
+        rm -f runs/retriever-base.json  # with the result, no weights would be trained
         "$PYTHON" -m experiments conversion --corpus "$corpus" --arms base --seeds 0 --gpus 1 --seconds 1500 \
             --output runs/retriever-base.json
-    found=(runs/experiments/conversion/corpora/*/needles-32768.idx)
-    needles=${found[0]%.idx}
-    "$PYTHON" -m moba_train.tools.cli sparsify "$base" --data "$corpus/train" --data "$needles" --validation "$corpus/valid" \
+    fi
+    [ -e "$base/arm-finished" ] || refuse "$base: the base did not end, see above; the same command begins it again"
+    needles=$(sed -n 's/^ *- path: \(.*needles-32768\)$/\1/p' "$base/config.yaml")
+    "$PYTHON" -m moba_train.tools.cli sparsify "$base" --data "$corpus/train" --validation "$corpus/valid" \
         --length 32K --budget 4K --tokens 10M --seeds "${SEEDS:-3}" --jobs "${JOBS:-1}" --equal-seconds \
         --output runs/retriever evaluation.needle.samples=16 \
         "data.train=[{path: $corpus/train, min_length: 32K, weight: 0.8}, {path: $needles, weight: 0.2}]"

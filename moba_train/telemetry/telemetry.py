@@ -19,8 +19,8 @@ REPORT_SECONDS = 60.0
 
 Record = dict[str, Any]
 """`time` (seconds since the epoch), `step`, `tokens` (consumed so far), `type` ("metrics", "alert" or the type of an
-event), `stage`; then the metrics, or an event's `message` and fields, or an alert's `title`, `text` and `alert` (its
-type)."""
+event), `stage`; then the metrics, numbers or lists of them, or an event's `message` and fields, or an alert's `title`,
+`text` and `alert` (its type)."""
 _HEAD = {"time", "step", "tokens", "type", "stage"}
 
 

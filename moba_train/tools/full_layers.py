@@ -421,7 +421,7 @@ def _told(name: str, difference: _Losses | None) -> dict[str, float | None]:
     return {name: loss.trailing, f"{name}_error": loss.trailing_error}
 
 
-def told_difference(mean: float | None, error: float | None) -> str:
+def format_difference(mean: float | None, error: float | None) -> str:
     """A difference with its standard error, which a single sequence does not have; – for none."""
     if mean is None:
         return "–"
@@ -451,7 +451,7 @@ def yaml_fragment(
         lines.append(f"  #   {one['name']:<12} {layers}: trailing loss {one['trailing']:.4f}{answers}")
     lines.append("  # layer  gain if it alone is full  loss if it alone is sparse  probability outside the selection")
     for row in rows:
-        gain, cost = (told_difference(row[name], row[f"{name}_error"]) for name in ("gain", "cost"))
+        gain, cost = (format_difference(row[name], row[f"{name}_error"]) for name in ("gain", "cost"))
         lines.append(f"  # {row['layer']:>5}  {gain:>24}  {cost:>26}  {row['mass_outside']:>33.3f}")
     lines.append(
         "  # groups of heads: probability outside the best blocks / outside a window; most of a needle's token"

@@ -38,7 +38,7 @@ from moba_train.evals.position_wise import PositionWise, PositionWiseLoss, posit
 from moba_train.foreign_files import read_foreign_json, working_roots
 from moba_train.mechanisms.by_group import ByGroupKind, Part
 from moba_train.mechanisms.oracle import IdealAttention
-from moba_train.tools.full_layers import told_difference
+from moba_train.tools.full_layers import format_difference
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.options import HiddenNeedles, NeedleConfig
 from moba_train.tools.ruler.ruler import Ruler, RulerConfig
@@ -286,7 +286,7 @@ class Difference:
         return cls(float(values.mean()), float(values.std(ddof=1)) / count**0.5 if count > 1 else math.nan)
 
     def __str__(self) -> str:
-        return told_difference(self.mean, self.error)
+        return format_difference(self.mean, self.error)
 
 
 @dataclass(frozen=True)

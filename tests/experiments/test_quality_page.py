@@ -25,6 +25,7 @@ from experiments.versions import insertion_costs
 ROOT = page.FOLDER.parent
 TEXT = (ROOT / "docs" / "explanation" / "quality.md").read_text()
 PROSE = " ".join(TEXT.split())
+REPORT = (page.FOLDER / "REPORT.md").read_text()
 README = " ".join((ROOT / "README.md").read_text().split())
 VERSIONS = ("v2", "v0.5", "v1, sum", "v1, gate")
 ROWS = {
@@ -224,6 +225,43 @@ def test_sizes_in_the_table_of_claims_are_those_of_the_files() -> None:
         f"MoBA {experts['moba']:.3f} nats behind full attention with blocks of 512, {experts['blocks128']:.3f} with 128"
     )
     assert text in PROSE
+
+
+def test_losses_of_few_tokens_in_long_trajectories_are_those_of_the_file() -> None:
+    rows = table("third-cliff-lengths", "layers", "trajectory")
+    loss = {arm: float(row["after"]) for arm, row in rows.items()}
+    moba = [loss["MoBA", length] for length in ("32K", "64K", "128K")]
+    two = [loss["last 2 of 8 full", length] for length in ("32K", "64K", "128K")]
+    full = loss["full", "32K"]
+    assert f"MoBA ends at {moba[0]:.2f} nats at 32K, full attention at {full:.2f}; at 128K {moba[2]:.2f}, " in PROSE
+    assert f", {two[2]:.2f} with 2 full layers" in PROSE
+    assert f"{moba[0]:.2f}, {moba[1]:.2f} and {moba[2]:.2f} nats. Full attention" in REPORT
+    gain = [one - other for one, other in zip(moba, two, strict=True)]
+    assert f"gain {gain[2]:.2f} nats at 128K and {gain[0]:.2f} at 32K, and lose {-gain[1]:.2f} at 64K" in REPORT
+    histories = [result["history"] for result in results("third-cliff-lengths") if result["name"] != "base"]
+    changes = [abs(one[-1]["eval_loss"] - one[-2]["eval_loss"]) for one in histories]
+    assert {(one[-2]["step"], one[-1]["step"]) for one in histories} == {(100, 150)}
+    assert f"after steps 100 and 150, losses change by up to {max(changes):.2f}" in REPORT
+
+
+def test_sparsify_is_what_its_file_says() -> None:
+    file = ROOT / "benchmarks" / "results" / "sparsify-third-h200.json"
+    (summary,) = json.loads(file.read_text())["results"]
+    full, sparse = (summary["arms"][name] for name in ("full", "sparse"))
+    found, there = (statistics.mean(one["needle"] for one in arm) for arm in (sparse, full))
+    assert f"{there + 1e-9:.3f} over both lengths. Made sparse with `msa`" in PROSE
+    assert f"on as many tokens, it finds {found:.3f}, and its trailing loss" in PROSE
+    measured = (ROOT / "benchmarks" / "measured" / "sparsify.md").read_text()
+    for seed, pair in enumerate(zip(full, sparse, strict=True), 1):
+        for name, one in zip((f"full attention, seed {seed}", "sparse"), pair, strict=True):
+            needles = ", ".join(f"{share:.3f}" for share in one["needle_by_length"].values())
+            (row,) = (line for line in measured.splitlines() if line.startswith(f"| {name} | {one['trailing']:.3f} |"))
+            assert f" | {needles} | " in row
+            assert row.endswith(f" | {one['ruler']:.3f} |")
+    losses, rulers = ([s[key] - f[key] for s, f in zip(sparse, full, strict=True)] for key in ("trailing", "ruler"))
+    assert f"holds: {losses[0]:+.3f} and {losses[1]:+.3f}" in measured
+    assert f"holds: {100 * rulers[0]:+.1f} and {100 * rulers[1]:+.1f} points" in measured
+    assert f"does not hold: {found / there:.2f} of it" in measured
 
 
 def test_other_kinds_and_smaller_blocks_are_those_of_the_files() -> None:

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, is_flash_attn_varlen_func_available
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.kv_cache_interface import AttentionSpec, is_quantized_kv_cache
 
 from moba_vllm.layers import Moba, Window, decode_mode
@@ -30,6 +30,7 @@ from moba_vllm.paged import (
     PooledKeys,
     attend_from_many,
     attend_from_one,
+    kernel_reads,
     page_problem,
     text_rows,
 )
@@ -222,7 +223,7 @@ class MobaImpl(AttentionImpl[MobaMetadata]):
         page_size = kv_cache.shape[2]
         kv_cache[step.slots_Q // page_size, :, step.slots_Q % page_size] = torch.cat([k_QKd, v_QKd], -1)
         pooled = self._pool(kv_cache, step)
-        paged = _flash_attention(self.head_size, self.scale) if _reads_pages(kv_cache) else None
+        paged = _flash_attention(self.head_size, self.scale) if kernel_reads(kv_cache, self.kind) else None
         for some in step.singles:
             table_RL = step.table_RL[some.requests_R]
             kind = self.kind if some.own or isinstance(self.kind, Window) else None
@@ -248,17 +249,13 @@ class MobaImpl(AttentionImpl[MobaMetadata]):
         return self.pooled
 
 
-def _reads_pages(kv_cache: Tensor) -> bool:
-    """True if vLLM's FlashAttention can read these pages: on a GPU, in 16 bits."""
-    return kv_cache.is_cuda and kv_cache.element_size() == 2 and is_flash_attn_varlen_func_available()
-
-
 @cache
-def _flash_attention(head_size: int, scale: float) -> PagedAttention:
-    """vLLM's own FlashAttention for one new token of each text."""
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # absent from the build for CPUs
-
+def _flash_attention(head_size: int, scale: float) -> PagedAttention | None:
+    """vLLM's own FlashAttention for one new token of each text; None if vLLM has none for this GPU, as for AMD's."""
     version = get_flash_attn_version(head_size=head_size)
+    if version is None:
+        return None
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # absent from the build for CPUs
 
     def attend(q_RHd: Tensor, k: Tensor, v: Tensor, table_RL: Tensor, lengths_R: Tensor, longest: int) -> Tensor:
         edges = torch.arange(len(q_RHd) + 1, dtype=torch.int32, device=q_RHd.device)

@@ -1,5 +1,5 @@
-"""MoBA, windows and full attention on a paged cache, in plain PyTorch on any device, for texts of any lengths;
-tokens are decoded by a kernel where there is one.
+"""MoBA, windows and full attention on a paged cache, in plain PyTorch on any device, for texts of any lengths.
+New tokens are decoded by a kernel if one is given.
 
 Shape suffixes: R texts, T new tokens of one text, S all its tokens, L pages of a text, P tokens of a page, H query
 heads, K key/value heads, G = H / K, d head width, N blocks, B tokens of a block, M complete blocks of several texts,
@@ -18,8 +18,8 @@ from torch import Tensor
 from moba_vllm.layers import Moba, Window
 
 PagedAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
-"""Attention [R, H, d] of one token of each text to keys and values in pages: of (queries [R, H, d], keys and values
-[pages, P, K, d], which pages each text has [R, L], how many tokens there [R], and the largest of these)."""
+"""Attention [R, H, d] of one token of each text to keys and values in pages. Called with queries [R, H, d], keys and
+values [pages, P, K, d], the pages of each text [R, L], its tokens [R], and an upper bound of these."""
 _ELEMENTS = 2**26
 """Scores, or elements of copied keys and values, in memory at a time."""
 
@@ -44,6 +44,14 @@ def text_rows(cache_LKPe: Tensor, pages_L: Tensor, tokens: int) -> Tensor:
     page_size = cache_LKPe.shape[2]
     rows_LPKe = cache_LKPe[pages_L[: -(-tokens // page_size)].long()].transpose(1, 2)
     return rows_LPKe.flatten(0, 1)[:tokens]
+
+
+def kernel_reads(cache_LKPe: Tensor, kind: Moba | Window | None) -> bool:
+    """True if FlashAttention can read keys and values in these pages: on a GPU, in 16 bits, from units of a multiple of
+    16 tokens."""
+    page_size = cache_LKPe.shape[2]
+    unit = min(page_size, kind.block_size) if isinstance(kind, Moba) else page_size
+    return cache_LKPe.is_cuda and cache_LKPe.element_size() == 2 and unit % 16 == 0
 
 
 class PooledKeys:
@@ -122,7 +130,7 @@ def attend_from_one(
     """Attention [R, H, d] of one token of each text; kind None: to all tokens before.
 
     longest: tokens of the longest text, with the new one
-    paged: kernel that reads pages where they are; a window, or None: of copies of what a token attends to
+    paged: kernel that reads keys and values in their pages; windows, and all kinds without it, attend to copies
     """
     heads, head_dim = q_RHd.shape[1:]
     kv_heads = cache_LKPe.shape[1]
@@ -194,11 +202,13 @@ def _attend_by_pages(
     the pages of its blocks: those before its own first, as they are full, then its own up to the new token."""
     pages, kv_heads, page_size, width = cache_LKPe.shape
     selecting = blocks_RXC.shape[1]
-    unit = min(page_size, moba.block_size)  # of a page, or of a block
+    unit = min(page_size, moba.block_size)  # tokens of what is one page, or a part of one that is a block
     order_RXC = real_RXC.int().argsort(dim=-1, descending=True, stable=True)  # those that count first
     starts_U = torch.arange(0, moba.block_size, unit, device=q_RHd.device)
     tokens_RXY = (blocks_RXC.gather(-1, order_RXC)[..., None] * moba.block_size + starts_U).flatten(2)
-    tokens_RXY = tokens_RXY.clamp(max=table_RL.shape[1] * page_size - unit)  # behind the text, where nothing is read
+    tokens_RXY = tokens_RXY.clamp(
+        max=table_RL.shape[1] * page_size - unit
+    )  # of blocks behind the text: nothing is read
     pages_RXY = table_RL.gather(1, (tokens_RXY // page_size).flatten(1)).view_as(tokens_RXY)
     kv_head_X1 = torch.arange(selecting, device=q_RHd.device)[:, None] // (selecting // kv_heads)
     units_RXY = (pages_RXY * kv_heads + kv_head_X1) * (page_size // unit) + tokens_RXY % page_size // unit

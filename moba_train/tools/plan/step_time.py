@@ -246,6 +246,8 @@ class _Step:
         experts = sum(setup.spec.blocks[layer].separate for layer in last.layers) / (stage.parallel.ep * sizes.tp)
         self._in_blocks = sum(self._weights.blocks.values()) - self._not_gathered(experts)
         self._alone = self._of_no_other_rank(experts)
+        self._linear = sum(self._weights.blocks.values()) - experts
+        """Elements of the blocks that FP8 applies to: the products of experts stay in bf16."""
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
         self._rounds = self._micro_batches if sizes.pp == 1 else 1
         stay = sum(layer.weights for layer in activations.layers)
@@ -318,7 +320,7 @@ class _Step:
         repeated = 0.0 if kept is Kept.ALL else memory_s / 3
         repeated += forward_s if kept < Kept.ATTENTION else 0.0
         repeated += product_s * attention_matrices(model) if kept < Kept.PROJECTIONS else 0.0
-        fed_s = product_s * fed.active / (GROUPED_SPEED if fed.copies else 1)
+        fed_s = 2 * tokens * fed.active / (GROUPED_SPEED * rates.products) if fed.copies else product_s * fed.active
         repeated += fed_s * 2 / 3 if kept < Kept.PRODUCTS else 0.0
         # The weight of an expert's result has a gradient, which the down projection is computed again for.
         repeated += fed_s / 3 if fed.copies and kept < Kept.ALL else 0.0
@@ -414,7 +416,7 @@ class _Step:
         if self._weights.exchanged:
             again = 0 if self._computation.compiled else 8
             reduced += (sent + again) * shared + (4 - again) * (self._weights.shard - self._alone)
-        copied = self._rounds * (self._gathers * gathered + reduced + cast * self._in_blocks)
+        copied = self._rounds * (self._gathers * gathered + reduced + cast * self._linear)
         copied += (self._micro_batches - self._rounds) * ACCUMULATED_COPIES * self._weights.total
         copied += (FIRST_COPIES + (self._micro_batches - 1) * ACCUMULATED_COPIES) * self._alone
         return copied / self._machine.rates.memory

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,10 +126,11 @@ def experts_chart(runs: Sequence[Shown]) -> list[Chart]:
 
 def expert_maps(runs: Sequence[Shown]) -> list[Chart]:
     """Load of each expert of each layer, at the last step whose record has them."""
-    return [_expert_map(run, *found[-1]) for run in runs if (found := [*_loads(run.history.metrics)])]
+    last = ((run, next(_loads(reversed(run.history.metrics)), None)) for run in runs)
+    return [_expert_map(run, *found) for run, found in last if found is not None]
 
 
-def _loads(records: Sequence[Record]) -> Iterator[tuple[int, dict[int, list[float]]]]:
+def _loads(records: Iterable[Record]) -> Iterator[tuple[int, dict[int, list[float]]]]:
     """(step, percent of the mean load of each expert, by layer) of the records that have them."""
     for record in records:
         matches = ((_LOADS.fullmatch(name), values) for name, values in record.items() if isinstance(values, list))

@@ -11,7 +11,7 @@ import jinja2
 
 from moba_train.config.base import format_count, format_duration
 from moba_train.output_files import write_atomically
-from moba_train.tools.full_layers import told_difference
+from moba_train.tools.full_layers import format_difference
 from moba_train.tools.report import page as report
 from moba_train.tools.sparsify import recipes
 from moba_train.tools.sparsify.recipes import Request
@@ -234,7 +234,7 @@ def _time(found: dict[str, Any]) -> Table:
 
 
 def _pair(pair: Sequence[float | None] | None) -> str:
-    return told_difference(*pair or (None, None))
+    return format_difference(*pair or (None, None))
 
 
 def _score(value: float | None) -> str:

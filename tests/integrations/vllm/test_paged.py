@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from moba_vllm.paged import (
     _kernels,
     attend_from_many,
     attend_from_one,
+    kernel_reads,
     page_problem,
     text_rows,
 )
@@ -222,9 +224,31 @@ def test_flash_attention_reads_the_pages(kind: Moba | None, page_size: int) -> N
     layer = Layer([900, 2100], kind, page_size, width=64, device="cuda", dtype=torch.bfloat16)
     for text, tokens in enumerate((831, 2047)):
         layer.read(text, tokens)
-    decoded = layer.decode(backend._flash_attention(64, layer.scale))
+    paged = backend._flash_attention(64, layer.scale)
+    assert paged is not None
+    decoded = layer.decode(paged)
     for text, tokens in enumerate(layer.done):
         assert (decoded[text] - layer.expected(text)[tokens - 1]).abs().median() < 0.001
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "bits", "read"),
+    [
+        (Moba(4096, 8), 512, 16, True),
+        (Moba(16, 8), 64, 16, True),
+        (Moba(8, 8), 16, 16, False),
+        (Moba(24, 8), 48, 16, False),
+        (Window(20), 16, 16, True),
+        (None, 16, 32, False),
+    ],
+)
+def test_a_kernel_reads_units_of_16_tokens_in_16_bits(
+    kind: Moba | Window | None, page_size: int, bits: int, read: bool
+) -> None:
+    cache: Any = SimpleNamespace(shape=(9, 2, page_size, 128), is_cuda=True, element_size=lambda: bits // 8)
+    assert kernel_reads(cache, kind) is read
+    cache.is_cuda = False
+    assert not kernel_reads(cache, kind)
 
 
 def test_pages_that_do_not_fit_are_named() -> None:

@@ -1,6 +1,7 @@
 """The launchers answer `--help` and refuse wrong arguments before they install or prepare anything."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +115,32 @@ def test_wrong_arguments_are_refused(
     done = launched(tmp_path, name, *arguments, **variables)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {error}")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_base_that_was_interrupted_is_not_made_sparse(tmp_path: Path, ends: bool) -> None:
+    (tmp_path / "launch").mkdir()
+    for name in ("smollm2.sh", "setup.sh", "usage.sh"):
+        shutil.copy(ROOT / "launch" / name, tmp_path / "launch")
+    base = tmp_path / "runs/experiments/conversion/base-seed0"
+    (base / "checkpoints").mkdir(parents=True)
+    (base / "checkpoints/latest").touch()
+    (tmp_path / "runs/retriever-base.json").touch()
+    own = "runs/experiments/conversion/corpora/own/needles-32768"
+    (base / "config.yaml").write_text(f"data:\n  train:\n  - path: long/train\n  - path: {own}\n    weight: 0.25\n")
+    python = tmp_path / "python"
+    ended = f"case $* in *conversion*) touch {base}/arm-finished;; esac" if ends else ""
+    python.write_text(f"#!/bin/sh\n[ $1 = -c ] || echo $*\n{ended}\n")
+    python.chmod(0o755)
+    given = {"PATH": os.environ["PATH"], "MOBA_PYTHON": str(python)}
+    command = ["bash", str(tmp_path / "launch/smollm2.sh"), "retriever"]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60)
+    assert not (tmp_path / "runs/retriever-base.json").exists()
+    first, *others = done.stdout.splitlines()
+    assert first.startswith("-m experiments conversion ")
+    assert done.returncode == (0 if ends else 2)
+    assert [f"path: {own}, weight: 0.2}}" in line for line in others] == ([True, False] if ends else [])
+    assert ("base-seed0: the base did not end" in done.stderr) is not ends
 
 
 def test_a_miniature_refuses_a_wrong_override_before_it_prepares_data(tmp_path: Path) -> None:

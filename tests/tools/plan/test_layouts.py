@@ -238,3 +238,15 @@ def test_exchanged_gradients_are_half_the_bytes(load: Load) -> None:
     saved = summed.traffic["fsdp"].network - exchanged.traffic["fsdp"].network
     gathers_of_all = summed.traffic["fsdp"].network - 2 * saved
     assert 0 < saved < gathers_of_all < 2 * saved
+
+
+def test_fp8_saves_nothing_on_experts_whose_products_stay_in_bf16(load: Load) -> None:
+    def saved(width: int) -> list[float]:
+        moe = f"model.moe={{experts: 16, active: 4, intermediate_size: {width}}}"
+        given = (load(*LARGE, moe, f"precision.linear={linear}") for linear in ("auto", "fp8"))
+        own, float8 = (step(config, 1, MeshSizes()).time for config in given)
+        return [getattr(own, part) - getattr(float8, part) for part in ("products", "memory")]
+
+    narrow, wide = saved(256), saved(4096)
+    assert narrow[0] > 0
+    assert wide == pytest.approx(narrow)

@@ -192,11 +192,10 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
     arms = sparsify_ablations.arms_of(tmp_path)
     assert len(arms) == 17
     small = yaml.safe_load((tmp_path / "recipes" / recipes.SPARSE).read_text())
-    small["attention"]["msa"] |= {"block_size": 16, "topk": 4}
-    assert {*arms} - {*sparsify_ablations.ablations(small, 1, {})} == {
-        *(name for name in arms if name.startswith("moba")),
-        "seer",
-    }
+    blocks_of_64 = {"seer", *(name for name in arms if name.startswith("moba"))}
+    for size, topk, too_small in ((16, 4, set()), (16, 3, {"double-blocks"}), (1, 64, {"half-blocks"})):
+        small["attention"]["msa"] |= {"block_size": size, "topk": topk}
+        assert {*arms} - {*sparsify_ablations.ablations(small, 1, {})} == blocks_of_64 | too_small
     for name, overrides in arms.items():
         config = load_config(recipe, overrides)
         run = resolve(config, WorldSize(1, 1))
@@ -365,9 +364,11 @@ def test_what_cannot_be_is_refused_before_anything_runs(
     project: Path, options: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(project)
-    code, output = call(**{"output": tmp_path / "new", **options})
-    assert code == 2
-    assert re.search(problem, " ".join(output.split()))
+    needs_files = not options.keys().isdisjoint(("data", "validation"))
+    for how in [[]] if needs_files else [[], ["--dry-run"]]:
+        code, output = call(*how, **{"output": tmp_path / "new", **options})
+        assert code == 2, output
+        assert re.search(problem, " ".join(output.split()))
 
 
 @pytest.mark.parametrize("how", [[], ["--dry-run"]])
