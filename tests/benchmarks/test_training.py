@@ -186,7 +186,7 @@ def test_rows_are_launched_by_turns_and_their_spread_is_told(
     assert result["rates"] == [100, 400, 600, 800], "a sitting may be several calls"
 
     monkeypatch.setattr(training, "measure", lambda *_: {"wall_s": 60.0, "error": "no time left"})
-    assert training.run(rows[:1], options(tmp_path, append=True)) == []
+    assert training.run(rows[:1], options(tmp_path, append=True)) == ["1K:full"]
     assert json.loads(arguments.output.read_text())["results"]["1K:full"] == result, "what was measured stays"
     assert "1K:full: no time left (60 s)" in capsys.readouterr().out
 
