@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,12 @@ def test_queries_that_agree_need_their_own_pairs_and_others_nearly_everything() 
     spread_HTC = (torch.arange(tokens) % own_T.clamp(min=1)).where(own_T > 0, -1)[None, :, None]
     found = tiles(sees_blocks(spread_HTC, block), block).pairs_computed()
     assert found == 32 * 33 // 2 * TILE**2, "128 queries in turn select every block: all of causal attention"
+
+
+def test_a_selection_beyond_32_bits_is_left_out() -> None:
+    case = Case.parse("128K:128/8")
+    row: Any = SimpleNamespace(case=case, tokens=case.tokens, block_size=case.block_size)
+    assert _flex(row) is None
 
 
 def test_a_row_takes_a_trained_models_inputs_and_refuses_others(tmp_path: Path) -> None:
