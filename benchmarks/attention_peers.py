@@ -40,21 +40,16 @@ def peers() -> list[Peer]:
     """Every peer that can be imported here."""
     ours = [Peer(name, 2**17, _our(name)) for name in backends()]
     dense = [Peer("cudnn", 2**18, _sdpa("CUDNN_ATTENTION"), dense=True), Peer("flash2", 2**16, _flash2, dense=True)]
-    others = [
-        Peer("flash4", 2**18, _flash4, dense=True, package="flash-attn-4"),
-        Peer("flash_moba", 2**18, _flash_moba, package="flash_moba"),
-        Peer("fla", 2**16, _fla, package="fla-core"),  # scores of all heads, queries and blocks in float32
+    others = {
+        "flash_attn.cute": Peer("flash4", 2**18, _flash4, dense=True, package="flash-attn-4"),
+        "flash_moba": Peer("flash_moba", 2**18, _flash_moba, package="flash_moba"),
+        # Scores of all heads, queries and blocks in float32.
+        "fla.ops.moba": Peer("fla", 2**16, _fla, package="fla-core"),
         # It fails with an illegal address at 128K, after which the process cannot use the GPU any more.
-        Peer("moonshot", 2**16, _moonshot, package="moba"),
-    ]
-    entries = {
-        "flash4": "flash_attn.cute",
-        "flash_moba": "flash_moba",
-        "fla": "fla.ops.moba",
-        "moonshot": "moba.moba_efficient",
+        "moba.moba_efficient": Peer("moonshot", 2**16, _moonshot, package="moba"),
     }
     flex = Peer("flex", 2**17, _flex)
-    return [*ours, *dense, flex, *(peer for peer in others if _importable(entries[peer.name]))]
+    return [*ours, *dense, flex, *(peer for module, peer in others.items() if _importable(module))]
 
 
 def dense_key(row: Row) -> tuple[Any, ...]:
@@ -164,12 +159,12 @@ def _flex(row: Row) -> Calls | None:
     """FlexAttention, compiled. The selection is ours, and neither it nor the making of the mask is timed."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    from benchmarks.flex_moba import TILE, block_mask
+    from benchmarks.flex_moba import block_mask, fits
 
-    if row.case.documents or row.block_size % TILE or row.tokens % row.block_size:
+    # The compiled mask may find its entry of [heads, tokens, blocks] in int32, and an illegal address ends the process.
+    if not fits(row.case) or row.case.heads * row.tokens * (row.tokens // row.block_size + 1) >= 2**31:
         return None
-    (selected_HTC,) = row.attention.select(row.q, row.attention.summarize(row.k, row.layout()), row.layout())
-    mask = block_mask(selected_HTC, row.block_size)
+    mask = block_mask(row.selected(), row.block_size)
     torch._dynamo.reset()  # sizes are constants of the compiled code
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -109,9 +110,12 @@ class Case:
 
 
 def trained_inputs(file: Path, like: Sequence[Tensor]) -> list[Tensor]:
-    """q, k and v of a file's first tokens, as `like` in shape, dtype and device. Raises ValueError if they are not."""
-    found = load_file(file)
-    inputs = [found[name][: len(x)].to(x) for name, x in zip("qkv", like, strict=True)]
+    """q, k and v of a file's first tokens, as `like` in shape, dtype and device. Raises ValueError without them."""
+    try:
+        found = load_file(file)
+        inputs = [found[name][: len(x)].to(x) for name, x in zip("qkv", like, strict=True)]
+    except (OSError, KeyError, SafetensorError) as error:
+        raise ValueError(f"inputs={file}: {error}; allowed: a file of q, k and v by safetensors") from error
     for name, got, x in zip("qkv", inputs, like, strict=True):
         if got.shape != x.shape:
             raise ValueError(f"inputs={file}: {name} has shape {list(got.shape)}, the row needs {list(x.shape)}")
@@ -171,6 +175,11 @@ class Row:
     def layout(self) -> Layout:
         """A new layout, with nothing derived from it yet."""
         return packed_layout(self.case.lengths(), self.device)
+
+    def selected(self) -> Tensor:
+        """int32 [H, T, C]: the earlier blocks that each query selects, -1 for none."""
+        layout = self.layout()
+        return self.attention.select_blocks(self.q, self.attention.summarize(self.k, layout), layout)
 
     def forward(self) -> tuple[Tensor, Tensor, Layout, Selection]:
         """The forward pass, from the layout's tables on: out, lse, layout, selection."""

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from benchmarks.attention_rows import Case
+
 TILE = 128
 """Queries and keys of a tile: FlexAttention's default."""
+
+
+def fits(case: Case) -> bool:
+    """True for one document of whole blocks, each of whole tiles."""
+    return not (case.documents or case.block_size % TILE or case.tokens % case.block_size)
 
 
 def sees_blocks(selected_HTC: Tensor, block_size: int) -> Tensor:

@@ -23,12 +23,13 @@ from torch import Tensor
 from benchmarks.attention import case_argument
 from benchmarks.attention_cost import history_blocks
 from benchmarks.attention_rows import Case, Row
-from benchmarks.flex_moba import sees_blocks, tiles
+from benchmarks.flex_moba import fits, sees_blocks, tiles
 from benchmarks.plotting import FULL, INK, MOBA
 from benchmarks.record import markdown, save
 from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.protocol import LocalAttention
+from moba_train.errors import CheckpointError
 from moba_train.tools.evaluate import load_on_this_machine
 from moba_train.tools.evaluated_recipe import open_to_generate
 from moba_train.tools.text_tokenizer import load_text_tokenizer
@@ -72,8 +73,7 @@ def model_inputs(folder: Path, text: Path, tokens: int) -> list[Inputs]:
 def shares(row: Row) -> dict[str, float]:
     """Of causal attention's pairs: those that queries need, and those that tiles of 128 by 128 multiply."""
     case = row.case
-    (selected_HTC,) = row.attention.select(row.q, row.attention.summarize(row.k, row.layout()), row.layout())
-    computed = tiles(sees_blocks(selected_HTC, case.block_size), case.block_size).pairs_computed() / case.heads
+    computed = tiles(sees_blocks(row.selected(), case.block_size), case.block_size).pairs_computed() / case.heads
     causal = case.tokens * (case.tokens + 1) / 2
     whole = history_blocks(case.tokens, case.block_size, case.topk) * case.block_size
     needed = whole + case.tokens * (case.block_size + 1) / 2
@@ -140,22 +140,27 @@ def main() -> None:
     given = parser.parse_args()
     if (given.model is None) != (given.text is None):
         parser.error("--model and --text need each other")
+    if other := [case.name for case in given.rows if not fits(case)]:
+        parser.error(f"--rows: given {', '.join(other)}; allowed: one document of whole blocks, each of whole tiles")
     layer, _, file = (given.save or "").partition(":")
     if given.save and (given.model is None or not layer.isdecimal() or not file):
         parser.error(f"--save: given {given.save}; allowed: LAYER:FILE, with --model")
     results: list[dict[str, Any]] = []
-    for case in given.rows:
-        results.append({"row": case.name, "data": case.routing, **shares(Row(case, "cpu", "reference"))})
-        print(table(results[-1:]).splitlines()[-1], flush=True)
-    if given.model is not None:
-        try:
+    layers: list[Inputs] = []
+    try:
+        if given.model is not None:
             layers = model_inputs(given.model, given.text, max(case_argument(text).tokens for text in TRAINED))
-        except ValueError as error:
-            parser.error(str(error))
-        if given.save:
-            if int(layer) >= len(layers):
-                parser.error(f"--save: layer {layer} given; allowed: 0 to {len(layers) - 1}")
-            save_file({name: x.contiguous() for name, x in zip("qkv", layers[int(layer)], strict=True)}, file)
+        if given.save and int(layer) >= len(layers):
+            parser.error(f"--save: layer {layer} given; allowed: 0 to {len(layers) - 1}")
+        for case in given.rows:
+            data = "trained" if case.inputs else case.routing
+            results.append({"row": case.name, "data": data, **shares(Row(case, "cpu", "reference"))})
+            print(table(results[-1:]).splitlines()[-1], flush=True)
+    except (ValueError, OSError, CheckpointError) as error:
+        parser.error(str(error))
+    if given.save:
+        save_file({name: x.contiguous() for name, x in zip("qkv", layers[int(layer)], strict=True)}, file)
+    if layers:
         results += of_model(layers, TRAINED)
     settings = {"model": given.model and given.model.name, "text": given.text and given.text.name}
     save(given.output, settings, results)

@@ -328,7 +328,13 @@ def main() -> None:
     )
     parser.add_argument("--lengths", nargs="+", type=length, help=f"default: {' '.join(LENGTHS)}")
     parser.add_argument("--head-dim", type=int, choices=[64, 128], default=64)
-    parser.add_argument("--kv-heads", type=int, default=8, help=f"2 for fla-nsa; of others: {', '.join(PEERS)}")
+    parser.add_argument(
+        "--kv-heads",
+        type=int,
+        choices=[1, 2, 4, 8, 16, 32],
+        default=8,
+        help=f"2 for fla-nsa; of others: {', '.join(PEERS)}",
+    )
     parser.add_argument("--budget-seconds", type=float, default=170, help="no row begins later than this")
     parser.add_argument("--row-budget", type=float, default=0.2, help="seconds of GPU time per measurement")
     parser.add_argument("--quick", action="store_true", help="tiny shapes on the CPU: shows that every kind runs")

@@ -251,31 +251,34 @@ def run(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             results = json.loads(arguments.output.read_text())["results"]
     settings = _settings(arguments)
+    failed: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         needed = max((row.warm + row.steps + 2) * _sequences(row, arguments) * row.seq_len for row in rows)
         for documents in {row.documents for row in rows}:
             write_corpus(folder / documents, 2 * needed, model_shape(arguments.model)["vocab_size"], documents)
         write_base(folder / "base", _shape(arguments))
-        for turn, row in product(range(arguments.repetitions), rows):
-            if turn and "error" in results.get(row.name, {}):
+        for _, row in product(range(arguments.repetitions), rows):
+            if row.name in failed:
                 continue
             left = arguments.budget_seconds - (time.monotonic() - began)
             if left <= 0:
                 print(f"{row.name}: not run, the {arguments.budget_seconds:.0f} s are over", flush=True)
                 continue
             result = measure(row, folder, arguments, min(left, arguments.row_seconds))
-            results[row.name] = result = repeated(results.get(row.name, {}), result)
+            results[row.name] = repeated(results.get(row.name, {}), result)
+            if "error" in result:
+                failed[row.name] = row
             print(f"{row.name}: {result.get('error', 'done')} ({result['wall_s']:.0f} s)", flush=True)
             save(arguments.output, settings, results)
     print(f"\n{table(results)}", flush=True)
-    return [row.name for row in rows if "error" in results.get(row.name, {}) and not row.by_torchtitan]
+    return [name for name, row in failed.items() if not row.by_torchtitan]
 
 
 def repeated(before: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """The `result` of a row's last launch, with the `rates` of all and their spread."""
+    """The `result` of a row's last launch that did not fail, with the `rates` of all such and their spread."""
     if "error" in result:
-        return result
+        return before if before and "error" not in before else result
     rates = [*before.get("rates", []), result["tokens_per_s_per_device"]["median"]]
     return result | {"rates": rates, "of_launches": spread(rates)}
 

@@ -97,8 +97,8 @@ class ParallelConfig(ContextParallelConfig):
     tp_overlap: bool = Field(
         False,
         description="transfers of tensor parallelism in parts, each hidden behind the matrix products of the part "
-        "before, by torch.compile and symmetric memory: needs compile: true, cp 1 in every stage, with more of which "
-        "steps were 28 % longer, and GPUs that reach each other's memory",
+        "before, by torch.compile and symmetric memory: needs compile: true, GPUs that reach each other's memory, and "
+        "cp 1 in every stage, as steps with cp above 1 were 28 % longer",
     )
     reshard_after_forward: bool | Literal["budget"] = Field(
         True,

@@ -79,7 +79,7 @@ def part_problems(
         *_adapter_problems(config),
         *attention,
         *length_problems(config.data, config.stages),
-        *tensor_problems(config, ranks_per_node),
+        *tensor_problems(config, ranks_per_node, training),
     ]
     if not allow_idle:
         problems += _memory_problems(

@@ -89,14 +89,14 @@ def micro_batch_problems(stage: Stage, mesh: MeshSizes) -> Iterator[str]:
 _DIVIDED = ("heads", "kv_heads", "intermediate_size", "vocab_size")
 
 
-def tensor_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[str]:
-    """Sizes of the model, and ranks of a node, that `parallel.tp` does not divide, and an overlap that cannot be."""
+def tensor_problems(config: RunConfig, ranks_per_node: int | None, training: bool) -> Iterator[str]:
+    """Sizes of the model, and ranks of a node, that `parallel.tp` does not divide, and an overlap that cannot train."""
     model = config.model
     tp = config.parallel.tp
     cp = max(merge_parallel(config.parallel, stage.parallel).cp for stage in config.stages)
-    missing = (tp == 1) * "parallel.tp is 1" or (cp > 1) * f"parallel.cp is {cp}" or "compile is false"
-    if config.parallel.tp_overlap and (tp == 1 or cp > 1 or not config.compile):
-        yield f"parallel.tp_overlap: given true, but {missing}; it needs parallel.tp above 1, cp 1 and compile: true"
+    if training and config.parallel.tp_overlap and (tp == 1 or cp > 1 or not config.compile):
+        given = f"parallel.tp {tp}, cp {cp} and compile: {str(config.compile).lower()}"
+        yield f"parallel.tp_overlap: given true with {given}; it needs parallel.tp above 1, cp 1 and compile: true"
     if tp > 1 and model.qk_norm == "all_heads":
         yield f"parallel.tp: given {tp}, but model.qk_norm is all_heads, which needs all heads on each rank; set tp: 1"
     dense = not all(map(model.feed_forward, range(model.layers)))

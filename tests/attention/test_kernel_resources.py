@@ -1,4 +1,4 @@
-"""The check of the page of kernels' resources; the compilations that it compares take minutes (`.ci/run resources`)."""
+"""The check of the page of kernels' resources; the compilations that it compares take minutes (`.ci/run kernels`)."""
 
 from pathlib import Path
 

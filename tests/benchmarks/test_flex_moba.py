@@ -1,36 +1,52 @@
 """MoBA by FlexAttention attends to what MoBA attends to, and its tiles are those that torch finds itself."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
+from benchmarks import flex_tiles
+from benchmarks.attention_peers import _flex
 from benchmarks.attention_rows import Case, Row
 from benchmarks.flex_moba import TILE, block_mask, sees_blocks, tiles
-
-
-def selected(row: Row) -> torch.Tensor:
-    found: torch.Tensor = row.forward()[3][0]
-    return found
+from moba_train.attention.kernels.common import reference
 
 
 @pytest.mark.parametrize("text", ["1K:128/3,heads=4,kv=2,d=64", "2K:256/4,heads=4,kv=4,d=64,routing=local"])
-def test_the_mask_gives_mobas_output(text: str) -> None:
+def test_the_peer_gives_mobas_output(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_gradients(function: Any, **_options: Any) -> Any:  # FlexAttention has none on a CPU
+        return lambda *qkv, **options: function(*(x.detach().float() for x in qkv), **options)
+
     row = Row(Case.parse(text), "cpu", "reference")
-    mask = block_mask(selected(row), row.block_size)
-    # Without gradients: FlexAttention has none on a CPU.
-    q, k, v = (x.float().transpose(0, 1)[None] for x in (row.q, row.k, row.v))
-    out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     want = row.forward()[0].float()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", without_gradients)
+        # As Triton's backend, which keeps lists with the selected blocks.
+        patch.setattr(reference, "block_lists", lambda selected_HTC, *_: (selected_HTC, selected_HTC))
+        calls = _flex(row)
+    assert calls is not None
+    out = calls[0]()
     assert (out[0].transpose(0, 1) - want).norm() < 0.01 * want.norm()
+
+
+@pytest.mark.parametrize("text", ["1K:64/3", "1000:128/3", "1K:128/3,documents=2x512"])
+def test_rows_that_no_mask_of_tiles_can_have_are_left_out(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse(f"{text},heads=4,kv=2,d=64")
+    assert _flex(Row(case, "cpu", "reference")) is None
+    monkeypatch.setattr(sys, "argv", ["flex_tiles", "--rows", case.name, "--output", "unused.json"])
+    with pytest.raises(SystemExit, match="2"):
+        flex_tiles.main()
 
 
 @pytest.mark.parametrize("text", ["1K:128/3,heads=2,kv=2,d=64", "1K:256/2,heads=2,kv=1,d=64,routing=sink"])
 def test_its_tiles_are_those_that_torch_finds_by_asking_for_every_pair(text: str) -> None:
     row = Row(Case.parse(text), "cpu", "reference")
-    ours = block_mask(selected(row), row.block_size)
+    ours = block_mask(row.selected(), row.block_size)
     torchs = create_block_mask(ours.mask_mod, 1, row.case.heads, row.tokens, row.tokens, device="cpu", BLOCK_SIZE=TILE)
     for kind in ("kv", "full_kv"):
         counts, indices = getattr(ours, f"{kind}_num_blocks"), getattr(ours, f"{kind}_indices")
@@ -53,7 +69,13 @@ def test_queries_that_agree_need_their_own_pairs_and_others_nearly_everything() 
     assert found == 32 * 33 // 2 * TILE**2, "128 queries in turn select every block: all of causal attention"
 
 
-def test_a_row_takes_a_trained_models_inputs_and_refuses_other_shapes(tmp_path: Path) -> None:
+def test_a_selection_beyond_32_bits_is_left_out() -> None:
+    case = Case.parse("128K:128/8")
+    row: Any = SimpleNamespace(case=case, tokens=case.tokens, block_size=case.block_size)
+    assert _flex(row) is None
+
+
+def test_a_row_takes_a_trained_models_inputs_and_refuses_others(tmp_path: Path) -> None:
     file = tmp_path / "layer.safetensors"
     inputs = {name: torch.randn(600, heads, 64) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
     save_file(inputs, file)
@@ -64,3 +86,6 @@ def test_a_row_takes_a_trained_models_inputs_and_refuses_other_shapes(tmp_path: 
     for sizes, shape in (("512:64/3,heads=8,kv=2,d=64", r"\[512, 4, 64\]"), ("1K:64/3,heads=4,kv=2,d=64", r"\[600")):
         with pytest.raises(ValueError, match=f"q has shape {shape}"):
             Row(Case.parse(f"{sizes},inputs={file}"), "cpu", "reference")
+    for other in (tmp_path / "missing", Path(__file__)):
+        with pytest.raises(ValueError, match=r"inputs=.*allowed: a file of q, k and v"):
+            Row(Case.parse(f"512:64/3,heads=4,kv=2,d=64,inputs={other}"), "cpu", "reference")

@@ -185,6 +185,11 @@ def test_rows_are_launched_by_turns_and_their_spread_is_told(
     result = json.loads(arguments.output.read_text())["results"]["1K:full"]
     assert result["rates"] == [100, 400, 600, 800], "a sitting may be several calls"
 
+    monkeypatch.setattr(training, "measure", lambda *_: {"wall_s": 60.0, "error": "no time left"})
+    assert training.run(rows[:1], options(tmp_path, append=True)) == ["1K:full"]
+    assert json.loads(arguments.output.read_text())["results"]["1K:full"] == result, "what was measured stays"
+    assert "1K:full: no time left (60 s)" in capsys.readouterr().out
+
 
 @pytest.mark.parametrize(
     ("changed", "told"), [([], ""), (["--layers", "16"], "layers None, not 16"), (["--gpus", "1"], "gpus 2, not 1")]

@@ -139,12 +139,16 @@ def test_stages_may_share_sequences_among_different_numbers_of_ranks(load: Load)
             16,
             "parallel.tp: given 16, which does not divide the 8 ranks of a node; a tp group must not span nodes; ",
         ),
-        (["parallel.tp_overlap=true"], 2, "parallel.tp_overlap: given true, but parallel.tp is 1; it needs"),
-        (["parallel.tp=2", "parallel.tp_overlap=true"], 2, "parallel.tp_overlap: given true, but compile is false"),
+        (["parallel.tp_overlap=true"], 2, "parallel.tp_overlap: given true with parallel.tp 1, cp 1 and"),
+        (
+            ["parallel.tp=2", "parallel.tp_overlap=true"],
+            2,
+            "parallel.tp_overlap: given true with parallel.tp 2, cp 1 and compile: false",
+        ),
         (
             ["parallel={tp: 2, tp_overlap: true}", "compile=true", "stages.1.parallel.cp=2"],
             4,
-            "parallel.tp_overlap: given true, but parallel.cp is 2; it needs parallel.tp above 1, cp 1 and",
+            "parallel.tp_overlap: given true with parallel.tp 2, cp 2 and compile: true; it needs",
         ),
         (["parallel.tp=2"], 5, "parallel.tp: given 2, which does not divide the 5 ranks; allowed: 1, 5"),
         (
@@ -200,6 +204,12 @@ def test_a_sharing_of_layers_that_does_not_fit_is_refused(
     load: Load, overrides: list[str], world_size: int, problem: str
 ) -> None:
     assert_refused(load(*overrides), problem, world_size, ranks_per_node=8)
+
+
+def test_a_model_trained_with_an_overlap_that_is_refused_now_is_evaluated(load: Load) -> None:
+    config = load("parallel={tp: 2, cp: 2, tp_overlap: true}", "compile=true")
+    assert_refused(config, "parallel.tp_overlap: given true with parallel.tp 2, cp 2", 4)
+    check(config, 4, training=False)
 
 
 def test_shared_layers_are_of_the_run_not_of_a_stage(load: Load) -> None:

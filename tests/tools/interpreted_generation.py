@@ -1,4 +1,5 @@
-"""Repeated launches of new tokens, in Triton's interpreter: a record that keeps what the host knew, as a CUDA graph."""
+"""Repeated launches of new tokens, in Triton's interpreter: a record that keeps what the host knew, as a CUDA graph
+does, and refuses what it cannot hold."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -9,9 +10,11 @@ from torch import Tensor
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.registry import KINDS
+from moba_train.config.model import RopeConfig
 from moba_train.model.transformer import Transformer
 from moba_train.tools.inference.cache import CachedAttention, CachePlan, Decode
 from moba_train.tools.inference.graph import Record, RepeatedToken
+from moba_train.torch_private import TorchDispatchMode
 from tests.attention.kind_checks import MODEL, small_model
 from tests.attention.quick_interpreter import quicken
 
@@ -21,12 +24,25 @@ PROMPT, STEPS = 121, 10
 OPTIONS = {"block_size": 64, "topk": 2}
 
 
+class WithoutTheHost(TorchDispatchMode):
+    """Refuses tensors that are made of the host's numbers, that the host reads, or that are as long as values say: a
+    CUDA graph holds none of them."""
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        name = operator.overloadpacket.__name__
+        assert name not in {"lift_fresh", "_local_scalar_dense", "nonzero", "masked_select"}, name
+        return operator(*arguments, **(named or {}))
+
+
 def frozen(plan: CachePlan, repeats: list[int]) -> Record:
     """Repeats a call with the plan's numbers of the time of the record."""
 
     def record(call: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         recorded = list(plan.lengths)
-        result = call()
+        with WithoutTheHost():
+            result = call()
 
         def repeat() -> None:
             repeats.append(plan.lengths[0])
@@ -76,13 +92,21 @@ def test_repeated_tokens_have_the_bits_of_tokens_that_run_as_written(decode: Dec
     assert repeats == [*range(123, 128), *range(130, PROMPT + STEPS + 1)]
 
 
+LONGROPE = RopeConfig(kind="longrope", factor=2, original_seq_len=8, seq_len=16, long_factors=(2.0,) * 32)
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("moba", {**OPTIONS, "key_conv": 3}), ("moba", {**OPTIONS, "backend": "reference"}), ("window", {"window": 9})],
+    ("name", "options", "other"),
+    [
+        ("moba", {**OPTIONS, "key_conv": 3}, {}),
+        ("moba", {**OPTIONS, "backend": "reference"}, {}),
+        ("window", {"window": 9}, {}),
+        ("moba", OPTIONS, {"rope": LONGROPE}),
+    ],
 )
 @torch.no_grad()
-def test_what_needs_the_length_on_the_host_is_never_recorded(name: str, options: dict[str, Any]) -> None:
-    model = small_model(name, options, MODEL.model_copy(update={"head_dim": 64})).half()
+def test_what_needs_the_host_is_never_recorded(name: str, options: dict[str, Any], other: dict[str, Any]) -> None:
+    model = small_model(name, options, MODEL.model_copy(update={"head_dim": 64, **other})).half()
     plan = CachePlan([9], torch.device("cpu"))
     model.set_engines([CachedAttention(plan, "own") for _ in model.blocks])
 

@@ -72,7 +72,7 @@ def test_full_decoding_of_a_moba_model_prefills_sparsely() -> None:
 @pytest.mark.parametrize("decode", ["own", "full"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_cuda_graph_says_what_launches_one_by_one_say(decode: Decode, temperature: float) -> None:
-    """The graph is recorded anew after 64 tokens, or 128 with full attention alone."""
+    """The graph is recorded again after 64 tokens, or 128 with full attention alone."""
     options = {"block_size": 64, "topk": 2, "select": "group"}
     model = small_model("moba", options, MODEL.model_copy(update={"head_dim": 64})).bfloat16().cuda()
     kinds = model.attention_kinds()

@@ -7,6 +7,7 @@ out.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import gcd
 from typing import NamedTuple
 
@@ -128,8 +129,8 @@ def _candidates(
                 whole = MeshSizes(pp, copies, world // (pp * tp * copies), 1, tp)
                 meshes = [[*_meshes(stage, whole)] for stage in stages]
                 if all(meshes):
-                    for ep in divisors(gcd(most_ep, whole.shards)):
-                        yield shared.model_copy(update={"ep": ep}), meshes
+                    for ep, overlap in product(divisors(gcd(most_ep, whole.shards)), {shared.tp_overlap, False}):
+                        yield shared.model_copy(update={"ep": ep, "tp_overlap": overlap}), meshes
 
 
 def _with_layout(own: ParallelConfig, pp: int, tp: int, copies: int) -> ParallelConfig:
@@ -183,6 +184,8 @@ def _step(
     attention: AttentionTimes,
     machine: Machine,
 ) -> StageStep | None:
+    if shared.tp_overlap and mesh.cp > 1:  # refused in recipes
+        return None
     parallel = {name: getattr(shared, name) for name in _SHARED} | {"cp": mesh.cp}
     laid_out = replace(stage, parallel=stage.parallel.model_copy(update=parallel))
     try:

@@ -86,6 +86,13 @@ def test_the_best_layout_is_the_fastest_of_all_that_are_valid(
         assert min(layout.stages[index].time.seconds for layout in found) == pytest.approx(min(times)), stage.name
 
 
+def test_an_overlap_is_left_out_of_layouts_that_cannot_have_it(search: Callable[..., list[Layout]]) -> None:
+    found = search("parallel={tp: 2, tp_overlap: true}", "compile=true", "micro_batch_size=4")
+    both = [layout for layout in found if any(step.mesh.cp > 1 and step.mesh.tp > 1 for step in layout.stages)]
+    assert both
+    assert all("parallel.tp_overlap=false" in layout.arguments for layout in both)
+
+
 def test_only_what_fits_the_gpu_is_chosen(search: Callable[..., list[Layout]]) -> None:
     everything = search(*LARGE, nodes=1)
     least = min(layout.largest.memory for layout in everything)
