@@ -126,8 +126,7 @@ class _Choice:
     @cached_property
     def _flops(self) -> list[dict[Kept, float]]:
         """`kept_flops` of each layer: a search for the best layout asks for them a hundred thousand times."""
-        model, stage = self.setup.shape, self.stage
-        return [{kept: kept_flops(model, stage, layer, kept) for kept in Kept} for layer in range(model.layers)]
+        return [kept_flops(self.setup.shape, self.stage, layer) for layer in range(self.setup.shape.layers)]
 
     def result(self, layers: tuple[LayerActivations, ...]) -> StageActivations:
         memory = tuple(self.estimate.by_rank(layers, self.transport))

@@ -80,16 +80,16 @@ def matmul_flops(model: ModelConfig) -> float:
     return 6.0 * (weights + model.vocab_size * model.hidden_size)
 
 
-def kept_flops(model: ModelConfig, stage: Stage, layer: int, kept: Kept) -> float:
-    """FLOPs per token of one layer's forward pass whose results are kept: attention's, and 2 for each weight of the
-    products. The down projection's result is neither kept nor recomputed."""
+def kept_flops(model: ModelConfig, stage: Stage, layer: int) -> dict[Kept, float]:
+    """FLOPs per token of one layer's forward pass whose results each policy keeps: attention's, and 2 for each weight
+    of the products. The down projection's result is neither kept nor recomputed."""
     attention = layer_flops(model, stage.attention[layer], [stage.seq_len]) / stage.seq_len / 3
     found = {
         Kept.ATTENTION: attention,
         Kept.PROJECTIONS: 2.0 * attention_matrices(model, layer),
         Kept.PRODUCTS: 2.0 * feed_forward_costs(model, layer).active * 2 / 3,
     }
-    return sum(flops for level, flops in found.items() if level <= kept)
+    return {kept: sum(flops for level, flops in found.items() if level <= kept) for kept in Kept}
 
 
 def recomputed_flops(model: ModelConfig, stage: Stage, layers: Sequence[LayerActivations]) -> float:
@@ -99,7 +99,8 @@ def recomputed_flops(model: ModelConfig, stage: Stage, layers: Sequence[LayerAct
 
 def repeated_flops(model: ModelConfig, stage: Stage, layer: int, kept: Kept) -> float:
     """FLOPs per token that the backward pass of one layer repeats."""
-    return kept_flops(model, stage, layer, Kept.ALL) - kept_flops(model, stage, layer, kept)
+    flops = kept_flops(model, stage, layer)
+    return flops[Kept.ALL] - flops[kept]
 
 
 def dense_flops(model: ModelConfig, seq_len: int) -> float:

@@ -1,6 +1,7 @@
 """Checks that every attention kind of a layer must pass, whatever it computes: ranks, documents, decoding.
 
-A kind's own test file calls them with its options and compares one device with its oracle by itself.
+tests/mechanisms/test_every_kind.py has the cases of each kind. A kind's own test file compares one device with its
+oracle.
 """
 
 import copy

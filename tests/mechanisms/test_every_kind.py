@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from moba_train.attention.registry import KINDS
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
     RING_IN_PARTS,
@@ -71,11 +72,17 @@ CASES: dict[str, Case] = {
     **{f"oracle {name}": Case("oracle", test_oracle.CASES[name], [LENGTHS]) for name in ("head", "tokens of a group")},
     **{f"window {case}": Case("window", case, [test_window.LENGTHS]) for case in test_window.CASES},
 }
-PACKED: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (case.kind, case.options) for name, case in CASES.items()},
-    "infllm_v2 blocks": ("infllm_v2", test_infllm_v2.SIZES | {"backend": "reference"}),
-    "infllm_v2 dense": ("infllm_v2", test_infllm_v2.SIZES | {"dense_len": 44, "backend": "reference"}),
-    **{f"oracle {name}": ("oracle", case) for name, case in test_oracle.CASES.items()},
+PACKED: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    **{name: (case.kind, case.options, case.sequences[0]) for name, case in CASES.items()},
+    **{
+        f"infllm_v2, dense to {length}": (
+            "infllm_v2",
+            test_infllm_v2.SIZES | {"dense_len": length, "backend": "reference"},
+            test_infllm_v2.LENGTHS,
+        )
+        for length in (1, 44)
+    },
+    **{f"oracle {name}": ("oracle", case, LENGTHS) for name, case in test_oracle.CASES.items()},
 }
 INFLLM_V2 = {"block_size": 4, "topk": 3, "local_blocks": 1, "window": 4, "stride": 2}
 DECODED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -109,7 +116,7 @@ DECODED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "moba_window": ("moba_window", test_moba_window.SIZES | {"topk": 2}, {"prompts": (21, 13), "steps": 6}),
     "nsa": ("nsa", test_nsa.SMALL, {"prompts": (33, 5)}),
     "nsa shared": ("nsa", test_nsa.SMALL | {"separate_kv": False}, {"prompts": (33, 5)}),
-    # Its selected branch then attends to all tokens, which it does anyway where every block is selected.
+    # Its selected branch then attends to all tokens, which it does anyway if every block is selected.
     "nsa, all blocks": ("nsa", test_nsa.SMALL | {"topk": 64}, {"decode": "full"}),
     **{f"oracle {name}": ("oracle", case, {"steps": 4}) for name, case in test_oracle.CASES.items()},
     **{f"window {case}": ("window", case, {"prompts": (31, 5)}) for case in test_window.CASES},
@@ -139,11 +146,17 @@ def test_ranks_that_share_a_sequence_are_one_device(name: str, strategy: CPStrat
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_documents_are_what_they_are_alone(name: str) -> None:
-    lengths = CASES[name].sequences[0] if name in CASES else LENGTHS
-    assert_documents_are_independent(*PACKED[name], lengths)
+    assert_documents_are_independent(*PACKED[name])
 
 
 @pytest.mark.parametrize("name", DECODED)
 def test_new_tokens_are_decoded_as_trained(name: str) -> None:
     kind, options, texts = DECODED[name]
     assert_decodes_like_training(kind, options, **texts)
+
+
+def test_every_kind_has_its_cases() -> None:
+    kinds = {name for name, kind in KINDS.items() if kind.__module__.startswith("moba_train.mechanisms.")}
+    assert kinds == {kind for kind, *_ in DECODED.values()}
+    # A layer of `infllm` has no gradients: its own file compares the outputs of ranks and of documents.
+    assert kinds - {"infllm"} == {case.kind for case in CASES.values()}

@@ -24,7 +24,7 @@ class FullBackend:
     bottom_right: ClassVar[bool]
     """True if its causal mask may have more keys than queries; else they are as many in every document."""
     kernel: ClassVar[type[VarlenKernel]]
-    """The varlen kernel of a backend that is one."""
+    """The varlen kernel that the methods below call, of a backend without methods of its own."""
 
     @classmethod
     def can(cls, q: Tensor, layout: Layout) -> bool:

@@ -90,7 +90,7 @@ class MobaAttention(DenseOrSparse, Gated):
 
     blocks: BlockAttention
     local_blocks: int = 1
-    """Blocks up to a query's own that it attends to in any case, and so are no candidates of the gate."""
+    """Number of blocks, up to its own, that each query attends to in any case: the gate selects among those before."""
 
     def __init__(
         self, options: Section, head_dim: int, softmax_scale: float | None = None, *, section: str = "attention.moba"

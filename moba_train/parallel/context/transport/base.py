@@ -132,8 +132,8 @@ class TransportSpec(ABC):
         return iter(())
 
     def has_unequal_shards(self, work_grows: bool) -> bool:
-        """True if contiguous shards would be unequal work. The default: if a query's work grows with its position;
-        zigzag shards cost a copy."""
+        """True if contiguous shards would be unequal work, so that zigzag shards are worth the copy that they cost. By
+        default, if a query's work grows with its position."""
         return work_grows
 
     def is_preferred(self, strategy: CPStrategy, shape: AttentionShape) -> bool:
