@@ -1,4 +1,4 @@
-"""Triton's interpreter without seven of its detours, so that interpreted kernels take less than a third of the time.
+"""Triton's interpreter without six detours of its own, so that interpreted kernels take less than a third of the time.
 
 The results stay the same bits, and what it checks stays checked. What another version of Triton does not have is left
 alone: it runs at its own speed.
@@ -88,8 +88,6 @@ def _broadcast_by_numpy(semantic: Any) -> None:
     """Triton compares shapes as tuples of its own, each of which makes a type, and adds axes one by one. Its rules are
     NumPy's: a block's data have its shape, a scalar's are an array of one element."""
 
-    joint = functools.cache(np.broadcast_shapes)
-
     def widened(self: Any, x: Any, shape: tuple[int, ...]) -> Any:
         if x.type.is_block() and x.handle.data.shape == shape:
             return x
@@ -100,43 +98,10 @@ def _broadcast_by_numpy(semantic: Any) -> None:
         shapes = [x.handle.data.shape if x.type.is_block() else () for x in (lhs, rhs)]
         if shapes[0] == shapes[1]:
             return lhs, rhs
-        shape = joint(*shapes)
+        shape = np.broadcast_shapes(*shapes)
         return widened(self, lhs, shape), widened(self, rhs, shape)
 
     semantic.broadcast_impl_value = broadcast
-
-
-def _keep_equal_types(semantic: Any) -> None:
-    """Of operands of one type, and of a tensor and a number that fits, the result has the tensor's type. For that,
-    Triton compares kinds, ranks and signs, makes a tensor of the number twice, and widens it."""
-    original = semantic.binary_op_type_checking_impl
-    floating = {"fp16", "bf16", "fp32", "fp64"}
-    kept = floating | {"int32", "int64"}
-    constants: dict[tuple[Any, ...], Any] = {}
-
-    def as_other(self: Any, number: Any, other: Any) -> Any:
-        """A small number as a tensor like `other`; anything else itself."""
-        whole = type(number) is int and -(2**31) <= number < 2**31
-        if not (whole or type(number) is float) or not isinstance(other, tl.tensor):
-            return number
-        dtype = other.type.scalar
-        if dtype.name not in (kept if whole else floating):
-            return number
-        key = number, whole, dtype.name, other.type.is_block() and other.handle.data.shape
-        if key not in constants:
-            constants[key], _ = self.broadcast_impl_value(self.scalar_constant(number, dtype), other)
-        return constants[key]
-
-    def operands(self: Any, lhs: Any, rhs: Any, *pointers: bool, **other_checks: bool) -> Any:
-        if len(pointers) <= 2 and not other_checks:  # no division, which promotes 16 bits
-            left, right = as_other(self, lhs, rhs), as_other(self, rhs, lhs)
-            if isinstance(left, tl.tensor) and isinstance(right, tl.tensor):
-                name = left.type.scalar.name
-                if name in kept and name == right.type.scalar.name:
-                    return self.broadcast_impl_value(left, right)
-        return original(self, lhs, rhs, *pointers, **other_checks)
-
-    semantic.binary_op_type_checking_impl = operands
 
 
 def _check_overflow_at_once(semantic: Any) -> None:
@@ -156,7 +121,7 @@ def _check_overflow_at_once(semantic: Any) -> None:
 
 @functools.cache
 def quicken() -> None:
-    """Apply all seven to this process, which must have been started with TRITON_INTERPRET=1."""
+    """Apply all six to this process, which must have been started with TRITON_INTERPRET=1."""
     assert interpreted(), "start this through test_triton_interpreter.py"
     if "_patch_lang(self.fn)" in inspect.getsource(interpreter.InterpretedFunction.__call__):
         _patch_once(interpreter.InterpretedFunction)
@@ -168,7 +133,5 @@ def quicken() -> None:
         _make_types_once(tl.block_type, tl.tensor)
     if hasattr(TritonSemantic, "broadcast_impl_value"):
         _broadcast_by_numpy(TritonSemantic)
-    if hasattr(TritonSemantic, "binary_op_type_checking_impl"):
-        _keep_equal_types(TritonSemantic)
     if hasattr(TritonSemantic, "binary_op_sanitize_overflow_impl"):
         _check_overflow_at_once(TritonSemantic)
