@@ -71,7 +71,7 @@ def model_inputs(folder: Path, text: Path, tokens: int) -> list[Inputs]:
 
 
 def shares(row: Row) -> dict[str, float]:
-    """Of causal attention's pairs: those that queries need, and those that tiles of 128 by 128 multiply."""
+    """Pairs of causal attention that queries need, and those that tiles of 128 by 128 multiply."""
     case = row.case
     computed = tiles(sees_blocks(row.selected(), case.block_size), case.block_size).pairs_computed() / case.heads
     causal = case.tokens * (case.tokens + 1) / 2

@@ -1,4 +1,4 @@
-"""What F13 and F15 share: SmolLM2-135M from its published weights, its corpus, evaluations, and how they are read."""
+"""Parts that F13 and F15 share: published weights of SmolLM2-135M, its corpus, evaluations, and how they are read."""
 
 import json
 import math

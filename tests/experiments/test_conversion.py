@@ -15,7 +15,7 @@ from experiments.registry import FIGURES
 
 
 def converted(name: str, seed: int, own: float, answers: float) -> Result:
-    """What an arm would have given that finds these shares of the needles."""
+    """Result of an arm that finds these shares of the needles."""
     (arm,) = (one for one in Conversion().arms(seed, quick=False) if one.name == name)
     curves: dict[str, Any] = {"full": {"mean": [1.0]}}
     maps: dict[str, Any] = {"full": {"score": 0.95}}

@@ -29,7 +29,7 @@ LATE = {"full": 1.40, "moba": 1.37, "window": 1.385, "short": 1.375}
 def finished(
     kind: str, seed: int, loss: float, needles: float = 0.5, own: float | None = None, length: str = "64k"
 ) -> Result:
-    """What an arm would have given."""
+    """Result of an arm."""
     (arm,) = (one for one in EqualTime().arms(seed, quick=False) if one.name == f"{kind}-{length}")
     curves = {"full": {"mean": [loss], "trailing_by_sequence": [loss, loss]}}
     maps: dict[str, Any] = {"full": {"score": needles}}

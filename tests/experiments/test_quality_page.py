@@ -183,7 +183,7 @@ def test_chance_and_needles_outside_the_own_block() -> None:
 
 
 def estimates(name: str) -> list[Estimate]:
-    """Of the figure's verdicts, in their order."""
+    """The figure's verdicts, in their order."""
     return [verdict.estimate for verdict in FIGURES[name].find(results(name)).verdicts]
 
 

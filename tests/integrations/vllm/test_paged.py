@@ -120,7 +120,7 @@ class Layer:
 
 
 def read_pages(q_RHd: Tensor, k: Tensor, v: Tensor, table_RL: Tensor, lengths_R: Tensor, longest: int) -> Tensor:
-    """What FlashAttention does with pages, a text at a time; its scale is that of the width."""
+    """Attention to pages as FlashAttention computes it, a text at a time, with the scale of the width."""
     assert lengths_R.max() <= longest
     rows = []
     for q_Hd, pages_L, length in zip(q_RHd, table_RL.long(), lengths_R.tolist(), strict=True):
