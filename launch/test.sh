@@ -12,7 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 unset PYTHONDONTWRITEBYTECODE  # of hundreds of processes, each would compile the package again
 side_by_side=()
 if ! nvidia-smi >/dev/null 2>&1 && "$PYTHON" -c "import xdist" 2>/dev/null; then
-    # Many tests wait for processes: on two cores four take 12 minutes, three 13. In the order of names, the file whose
+    # Many tests wait for processes: on two cores four take 13 minutes, three more. In the order of names, the file whose
     # one test takes a minute (interpreted kernels) comes early; by default it would come last, alone.
     side_by_side=(-n 4 --dist loadfile --no-loadscope-reorder)
 fi

@@ -206,9 +206,8 @@ def _attend_by_pages(
     order_RXC = real_RXC.int().argsort(dim=-1, descending=True, stable=True)  # those that count first
     starts_U = torch.arange(0, moba.block_size, unit, device=q_RHd.device)
     tokens_RXY = (blocks_RXC.gather(-1, order_RXC)[..., None] * moba.block_size + starts_U).flatten(2)
-    tokens_RXY = tokens_RXY.clamp(
-        max=table_RL.shape[1] * page_size - unit
-    )  # of blocks behind the text: nothing is read
+    # Nothing is read of blocks behind the text.
+    tokens_RXY = tokens_RXY.clamp(max=table_RL.shape[1] * page_size - unit)
     pages_RXY = table_RL.gather(1, (tokens_RXY // page_size).flatten(1)).view_as(tokens_RXY)
     kv_head_X1 = torch.arange(selecting, device=q_RHd.device)[:, None] // (selecting // kv_heads)
     units_RXY = (pages_RXY * kv_heads + kv_head_X1) * (page_size // unit) + tokens_RXY % page_size // unit
