@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks import step_time
+from benchmarks.measured_steps import LEFT_OUT, STEPS
 from benchmarks.step_time import (
     COMPARED,
     FITTED,
     FITTED_FLOAT8,
-    LEFT_OUT,
     RESULTS,
-    STEPS,
     all_steps,
     calibrated,
     compare,
