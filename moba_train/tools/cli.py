@@ -336,7 +336,7 @@ def inspect_spike(
 
 app.command()(generate)
 
-convert = command_group("Convert between our checkpoints and Hugging Face folders, and older checkpoints.")
+convert = command_group("Convert between our checkpoints and Hugging Face folders.")
 app.add_typer(convert, name="convert")
 
 
@@ -424,26 +424,6 @@ def hf_to_moba(
     typer.echo(f"{folder} is now a checkpoint in {output}:")
     for line in describe_folder(output):
         typer.echo(line)
-
-
-@convert.command()
-def checkpoints(
-    path: Annotated[
-        Path, typer.Argument(metavar="RUN", help="a stopped run's folder, a folder of checkpoints, or one checkpoint")
-    ],
-) -> None:
-    """Rewrite, in place, checkpoints of the format before safetensors; weights and optimizer states keep their bits.
-
-    They hold pickles: no code in them is run, but nothing limits their memory, so convert only your own. Needs free
-    space for one checkpoint."""
-    from moba_train.tools.convert.older_checkpoints import convert_checkpoints
-
-    count = 0
-    for converted in convert_checkpoints(path):
-        typer.echo(f"{converted}: converted")
-        count += 1
-    if not count:
-        typer.echo(f"{path}: nothing to convert, all its checkpoints have the present format")
 
 
 @app.command()
