@@ -27,7 +27,7 @@ from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.optim.spec import is_trainable
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
-from moba_train.registry import ADAPTERS, FEED_FORWARDS, NORMS, OBJECTIVES
+from moba_train.registry import ADAPTERS, FEED_FORWARDS, OBJECTIVES
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import corpus_problems, length_problems, tokenizer_problems, vocabulary_problems
 from moba_train.resolve.evaluations import (
@@ -73,7 +73,6 @@ def part_problems(
         *_objective_problems(config),
         *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
         *_precision_problems(config.precision, parallel, config.compile, here, device),
-        *_norm_problems(config.norm_implementation, parallel.tp, here),
         *_optimizer_problems(config.optim, here if training else None),
         *OPTIMIZERS[config.optim.kind].problems(config),
         *_adapter_problems(config),
@@ -311,14 +310,6 @@ def _precision_problems(
             if value != allowed:
                 needed = str(allowed).lower()
                 yield f"{given} with {key}: {str(value).lower()}; allowed: {needed}, or implementation: torchao"
-
-
-def _norm_problems(implementation: str, tp: int, here: str | None) -> Iterator[str]:
-    given = f"norm_implementation: given {implementation!r}"
-    if implementation != "torch" and here is not None and (reason := NORMS[implementation].problem(here)):
-        yield f"{given}, which cannot run: {reason}; set torch"
-    if implementation == "apex" and tp > 1:
-        yield f"{given} with parallel.tp: {tp}, whose norms are sharded by rows; set torch, or tp to 1"
 
 
 def _optimizer_problems(optim: OptimConfig, here: str | None) -> Iterator[str]:
