@@ -25,7 +25,7 @@ WORDS = re.compile(
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "integrations").rglob("*.md")),
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "attention-path.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 """Pages that users read."""
 PAGE_WORDS = re.compile(WORDS.pattern + r"|\bof (its|their) own\b", re.IGNORECASE)
