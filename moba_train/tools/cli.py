@@ -284,15 +284,11 @@ def fit_scaling(
     irreducible: Annotated[
         bool, typer.Option("--irreducible", help="fit L = c + a * C^b; needs five runs in a group")
     ] = False,
-    last_steps: Annotated[int, typer.Option(min=1, help="logged steps that `loss` is averaged over")] = 100,
-    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the bootstrap intervals")] = 0.95,
-    resamples: Annotated[int, typer.Option(min=100, max=1_000_000, help="samples of the bootstrap")] = 2000,
-    seed: Annotated[int, typer.Option(min=0, help="of the bootstrap: equal seeds give equal intervals")] = 0,
     output: Annotated[Path | None, typer.Option(help="folder for scaling.json and scaling.png")] = None,
 ) -> None:
     """Fit the loss of runs of different sizes as a power law of their compute, for each attention side by side.
 
-    C is in PFLOP/s-days. Intervals are bootstrap percentiles."""
+    C is in PFLOP/s-days. Intervals of 95 % are bootstrap percentiles."""
     from moba_train.tools.report.scaling import fit_runs
     from moba_train.tools.report.scaling_report import describe as lines_of
     from moba_train.tools.report.scaling_report import write_report
@@ -301,15 +297,7 @@ def fit_scaling(
     check_output_folder(output)
     metrics = list(dict.fromkeys(name.strip() for name in metric.split(",")))
     computes = COMPUTES if compute is CountedCompute.both else (compute.value,)
-    found = fit_runs(
-        read_runs(runs, metrics, group_by, last_steps),
-        metrics,
-        computes,
-        irreducible=irreducible,
-        confidence=confidence,
-        resamples=resamples,
-        seed=seed,
-    )
+    found = fit_runs(read_runs(runs, metrics, group_by), metrics, computes, irreducible=irreducible)
     for line in lines_of(found):
         typer.echo(line)
     for path in write_report(found, output) if output is not None else ():
