@@ -335,7 +335,7 @@ def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("count", "levels"), [(2, 1), (7, 3), (11, 4), (64, 0), (127, 0)])
-@pytest.mark.parametrize(("head_dim", "grouped"), [(64, True), (128, False)])
+@pytest.mark.parametrize(("head_dim", "grouped"), [(64, False), (128, True)])
 def test_selection_fits(head_dim: int, count: int, levels: int, grouped: bool, tmp_path: Path) -> None:
     slots = triton.next_power_of_2(count)
     constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "LOCAL": 0, "G": 4, "HISTORY": count, "KEPT": slots}
