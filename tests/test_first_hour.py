@@ -108,14 +108,13 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert cell.source.count(ours) == 1
         cell.source = cell.source.replace(ours, fewer)
 
-    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))  # the kernel is this Python, not a user's
-
-    with commands(tmp_path) as programs:
+    with commands(tmp_path) as programs:  # before the environment is this test's: other tests have the same fork server
         monkeypatch.setenv("PATH", str(programs), prepend=":")
+        monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+        monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))  # the kernel is this Python, not a user's
         NotebookClient(notebook, kernel_name="python3", timeout=300, coalesce_streams=True).execute()
     check_outputs(notebook)
     (folder,) = tmp_path.glob("first-hour-*")
