@@ -71,9 +71,9 @@ def is_core(path: Path) -> bool:
 
 @pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_begin_with_a_noun_or_a_verb_in_the_words_of_the_field(path: Path) -> None:
-    inside, beside = written(path)
-    assert [(line, text.splitlines()[0]) for line, text in inside if OPENINGS.match(text)] == []
-    prose = [(line, " ".join(text.split())) for line, text in inside + beside]
+    strings, remarks = written(path)
+    assert [(line, text.splitlines()[0]) for line, text in strings if OPENINGS.match(text)] == []
+    prose = [(line, " ".join(text.split())) for line, text in strings + remarks]
     words = [(line, found[0]) for line, text in prose for found in WORDS.finditer(text)]
     assert words == []
 
