@@ -66,6 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         saved = open_checkpoint(root / family / "run")
         export_to_hf(saved, root / family / "out", torch.float32, shard_bytes=40_000, with_code=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["TORCHDYNAMO_DISABLE"] = "1"  # transformers would compile FlexAttention
     subprocess.run(
         [os.environ.get("MOBA_EXPORT_PYTHON", sys.executable), str(without_package.__file__), "prompts.pt", *LAYERS_OF],
         env=environment | {"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"},
