@@ -28,7 +28,8 @@ PAGES = [
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "attention-path.md"),
 ]
 """Pages that users read."""
-PAGE_WORDS = re.compile(WORDS.pattern + r"|\bof (its|their) own\b", re.IGNORECASE)
+PAGE_WORDS = re.compile(WORDS.pattern + r"|\bof (its|their) own\b|[<>]{7}", re.IGNORECASE)
+"""The words, and what a conflict of a merge leaves."""
 MOST_WORDS = 35
 """Most words of a sentence on a page."""
 MOST_FAULTS = 0
