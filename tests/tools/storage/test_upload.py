@@ -399,6 +399,8 @@ def test_another_run_is_refused(tmp_path: Path, line: Line) -> None:
     assert not good
     assert "of run one, and this is run two" in text
     assert json.loads(RemoteFolder(address).read(upload.RUN, 1000) or b"") == {"run_id": "one"}
+    with pytest.raises(UserError, match="holds the checkpoints of run one, and this is run two"):
+        start(tmp_path / "other", f"file://{tmp_path}/one/checkpoints")
 
 
 def test_a_kill_leaves_no_part_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
