@@ -66,6 +66,19 @@ def test_a_layer_computes_with_the_weight_into_which_its_adapters_merge(options:
     assert torch.equal(adapted(x), plain(x))
 
 
+def test_rows_of_zeros_stay_zeros_with_dora() -> None:
+    """As of the projections of blocks that were added to a model; B begins at zero."""
+    adapted, found, _ = layer(use_dora=True)
+    with torch.no_grad():
+        adapted.weight[5] = adapted.lora_B.weight[5] = 0
+    x = torch.randn(10, 24, dtype=torch.float64)
+    y = adapted(x)
+    torch.testing.assert_close(y, F.linear(x, merged(adapted.weight.detach(), adapters_of(adapted), found)))
+    assert not y[:, 5].any()
+    y.sum().backward()
+    assert all(value.grad.isfinite().all() for name, value in adapted.named_parameters() if "lora" in name)
+
+
 def test_the_norm_of_dora_is_a_constant_of_the_backward_pass() -> None:
     """The gradients of section 4.3 of the paper, by autograd of its formula with the norm detached."""
     adapted, found, plain = layer(use_dora=True)
