@@ -114,7 +114,7 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
         (targets if end else whole).add(module)
         last = end.replace(CHANGE, "lora_magnitude_vector") or "weight"
         found[f"{PREFIX}{module}.{last}"] = name
-        if ours == "embedding.weight" and shape.tie_embeddings:  # peft unties what it trains: both have the weights then
+        if ours == "embedding.weight" and shape.tie_embeddings:  # which peft unties
             head = family.name("output.weight")
             whole.add(head.removesuffix(".weight"))
             found[f"{PREFIX}{head}"] = name

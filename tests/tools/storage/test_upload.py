@@ -380,7 +380,9 @@ def test_the_runs_own_folder_is_no_place_for_copies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["upload", "resume_from"])
-def test_a_run_that_saves_nothing_has_no_use_for_an_address(run: Run, key: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_saves_nothing_is_refused_with_an_address(
+    run: Run, key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     run.recipe["checkpoint"] = {"every": None, key: "file:///copies"}
     assert run.train_here() == 2
     assert f"checkpoint.{key}: given, but checkpoint.every is null; set it" in capfd.readouterr().err
