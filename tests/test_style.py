@@ -29,7 +29,8 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 """Pages that users read."""
-PAGE_WORDS = re.compile(WORDS.pattern + r"|\bof (its|their) own\b", re.IGNORECASE)
+PAGE_WORDS = re.compile(WORDS.pattern + r"|\bof (its|their) own\b|[<>]{7}", re.IGNORECASE)
+"""The words, and what a conflict of a merge leaves."""
 MOST_WORDS = 35
 """Most words of a sentence on a page."""
 MOST_FAULTS = 0

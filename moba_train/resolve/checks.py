@@ -435,6 +435,9 @@ def _save_problems(
     every = checkpoint.every
     if every is None and reaction == "rollback":
         yield "health.spike.reaction: given 'rollback', which needs checkpoints; set checkpoint.every, which is null"
+    if every is None:
+        for name, *_ in checkpoint.asked_for():
+            yield f"checkpoint.{name}: given, but checkpoint.every is null; set it, or checkpoint.{name} to null"
     if not checkpoint.keep_best:
         return
     given = f"checkpoint.keep_best: given {checkpoint.keep_best}"

@@ -114,6 +114,10 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
         (targets if end else whole).add(module)
         last = end.replace(CHANGE, "lora_magnitude_vector") or "weight"
         found[f"{PREFIX}{module}.{last}"] = name
+        if ours == "embedding.weight" and shape.tie_embeddings:  # which peft unties
+            head = family.name("output.weight")
+            whole.add(head.removesuffix(".weight"))
+            found[f"{PREFIX}{head}"] = name
     verify_checkpoint(saved.path)
     if options.use_dora:  # peft's magnitudes have the norms of the base in them
         for name in theirs:
