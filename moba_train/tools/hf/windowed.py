@@ -21,6 +21,10 @@ class Windowed(Family):
     full_every: ClassVar[int]
     """Layers of which one is full, the last, where the config does not say."""
 
+    def every(self, config: Mapping[str, Any]) -> int:
+        """Layers of which one is full, the last, where the config does not say which."""
+        return self.full_every
+
     def window_theta(self, config: Mapping[str, Any]) -> Any:
         """Base of the window layers' frequencies in a config of transformers 4."""
         return config["rope_theta"]
@@ -30,16 +34,15 @@ class Windowed(Family):
         found = config.get("layer_types")
         if found is not None:
             return found if isinstance(found, list) else [found]
-        every = config.get("sliding_window_pattern") or self.full_every
-        if type(every) is not int:
-            raise CheckpointError(f"sliding_window_pattern is {given(every)}, allowed: integer")
+        every = self.every(config)
         return [TYPES[(layer + 1) % every != 0] for layer in range(config["num_hidden_layers"])]
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The embedding of the full layers, and overrides where that of the window layers is another one."""
         types = self.layer_types(config)
-        by_type = config.get("rope_parameters")
-        by_type = by_type if isinstance(by_type, dict) and TYPES[0] in {*by_type} | {TYPES[1]} & {*by_type} else {}
+        by_type = config.get("rope_parameters") or {}
+        if not isinstance(by_type, dict) or not by_type.keys() <= {*TYPES}:
+            raise CheckpointError(f"rope_parameters is {given(by_type)}, allowed: an object with {' and '.join(TYPES)}")
         # transformers 4 scales the full layers alone; 5 lays that over its own section.
         sections = [by_type.get(TYPES[0]) or {}, config.get("rope_scaling") or {}]
         for key, section in zip((f"rope_parameters.{TYPES[0]}", "rope_scaling"), sections, strict=True):

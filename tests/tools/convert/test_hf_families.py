@@ -30,6 +30,7 @@ from tests.tools.convert.hf_models import (
     random_tokens,
     save_as_checkpoint,
 )
+from tests.tools.convert.test_hf_defaults import assert_turns_as_in_transformers
 from tests.tools.convert.test_hf_export import SPARSE, tensors, with_moba
 
 OTHERS = [name for name in FAMILIES if name not in ("llama2", "llama3", "smollm2", "qwen2", "qwen3")]
@@ -218,6 +219,7 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
             {"rope_parameters": {"full_attention": 2}},
             r"rope_parameters\.full_attention is 2",
         ),
+        ("olmo3", {"rope_parameters": {"rope_theta": 777.0}}, "rope_parameters is .* full_attention and sliding_att"),
         ("gemma3_text", {"sliding_window_pattern": "x"}, "sliding_window_pattern is 'x', allowed: integer"),
         ("ministral", {"layer_types": 1}, r"layer_types\[0\] is 1"),
         ("smollm3", {"layer_types": 1}, r"layer_types\[0\] is 1"),
@@ -285,6 +287,67 @@ def test_a_key_that_nothing_reads_is_listed(model_type: str, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     family, read = read_family(tmp_path)
     assert family.unread(read) == ["attention_chunks"]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+BY_TYPE = {"full_attention": {"rope_theta": 777.0}, "sliding_attention": {"rope_theta": 55.0, "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said", "unread"),
+    [
+        ("llama", {"rope_scaling": {"factor": 4.0}}, ["rope_scaling.factor"]),
+        ("llama", {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e3}, ["rope_theta"]),
+        ("llama", {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 5e5}, []),
+        ("llama", {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, ["rope_parameters.factor"]),
+        ("llama", {"rope_scaling": YARN, "rope_parameters": YARN}, []),
+        (
+            "qwen3",
+            {"rope_scaling": YARN | {"attention_factor": None, "low_freq_factor": 1.0}},
+            ["rope_scaling.low_freq_factor"],
+        ),
+        ("olmo3", {"rope_parameters": BY_TYPE}, ["rope_parameters.sliding_attention.factor"]),
+        ("olmo3", {"sliding_window_pattern": 2}, ["sliding_window_pattern"]),
+        ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}}, []),
+        ("mixtral", {"layer_types": ["sliding_attention"] * 2}, ["layer_types"]),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, []),
+        ("llama", {"architectures": ["LlamaForCausalLM"], "auto_map": {"AutoModel": "modeling.Llama"}}, []),
+        ("llama", {"architectures": ["OurLlama"], "auto_map": {"AutoModel": "m.X"}}, ["architectures", "auto_map"]),
+    ],
+)
+def test_what_changes_nothing_is_listed_by_its_key(
+    model_type: str, said: dict[str, Any], unread: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 2} | said))
+    read_model_config(tmp_path)
+    family, config = read_family(tmp_path)
+    assert family.unread(config) == unread
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said", "thetas"),
+    [
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_theta": 777.0}}}, {777.0, 5e5}),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_theta": 777.0}}}, {777.0, 1e6}),
+        ("olmo3", {"sliding_window_pattern": 2}, {5e5}),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention"] * 4}, {1e4}),
+        ("gpt_oss", {"rope_parameters": {}}, {1.5e5}),
+    ],
+)
+def test_sections_that_are_not_complete_are_read_as_in_transformers(
+    model_type: str, said: dict[str, Any], thetas: set[float], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 8} | said))
+    ours = read_model_config(tmp_path)
+    family, config = read_family(tmp_path)
+    assert {rope.theta for rope in ours.rope.by_layer(8)} == thetas
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert [entry.get("window") for entry in family.attention(config)] == [
+        theirs.sliding_window if name == "sliding_attention" else None for name in theirs.layer_types
+    ]
+    assert_turns_as_in_transformers(ours, theirs)
 
 
 def test_a_family_is_one_file_of_at_most_120_lines() -> None:
