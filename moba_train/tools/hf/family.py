@@ -210,7 +210,8 @@ class Family:
             windows = [layer.get("window") for layer in attention]
             kinds = ("full_attention", "sliding_attention")
             found["layer_types"] = [kinds[window is not None] for window in windows]
-            found["sliding_window"] = next(filter(None, windows), None)
+            # A family with a usual window needs one in transformers also where no layer has it.
+            found["sliding_window"] = next(filter(None, windows), self.defaults.get("sliding_window"))
         return found
 
     def name(self, ours: str) -> str:

@@ -34,7 +34,8 @@ class Mistral(Ministral):
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A window in all layers, or in none."""
-        return {key: value for key, value in super().written(model, attention).items() if key != "layer_types"}
+        found = super().written(model, attention) | {"sliding_window": attention[0].get("window")}
+        return {key: value for key, value in found.items() if key != "layer_types"}
 
 
 class OneWindow(Mistral):

@@ -44,14 +44,17 @@ class Windowed(Family):
         if not isinstance(by_type, dict) or not by_type.keys() <= {*TYPES}:
             raise CheckpointError(f"rope_parameters is {given(by_type)}, allowed: an object with {' and '.join(TYPES)}")
         # transformers 4 scales the full layers alone; 5 lays that over its own section.
-        sections = [by_type.get(TYPES[0]) or {}, config.get("rope_scaling") or {}]
-        for key, section in zip((f"rope_parameters.{TYPES[0]}", "rope_scaling"), sections, strict=True):
+        sections = {f"rope_parameters.{name}": by_type.get(name) or {} for name in TYPES}
+        sections["rope_scaling"] = config.get("rope_scaling") or {}
+        for key, section in sections.items():
             if not isinstance(section, dict):
                 raise CheckpointError(f"{key} is {given(section)}, allowed: an object")
-        scaling = sections[0] | sections[1]
+            if section.get("truncate") is False:  # transformers reads it for all layers alone
+                raise CheckpointError(f"{key}.truncate is false, allowed in this family: true")
+        full_section, window_section, scaling = sections.values()
         plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
-        full = read_rope(plain | {"rope_parameters": scaling})
-        own = by_type.get(TYPES[1]) or {"rope_theta": self.window_theta(config)}
+        full = read_rope(plain | {"rope_parameters": full_section | scaling})
+        own = window_section or {"rope_theta": self.window_theta(config)}
         window = read_rope(plain | {"rope_parameters": own})
         rope = full.model_dump(exclude_unset=True)
         if window != full and TYPES[1] in types:

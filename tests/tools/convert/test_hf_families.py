@@ -128,6 +128,7 @@ def test_an_imported_recipe_has_the_windows_of_the_model(tmp_path: Path) -> None
     assert attention.options_of("window").model_dump()["window"] == 24
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 V4_AND_V5: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3_text": (
         {
@@ -219,6 +220,11 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
             {"rope_parameters": {"full_attention": 2}},
             r"rope_parameters\.full_attention is 2",
         ),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": YARN | {"truncate": False}}},
+            r"sliding_attention\.truncate is false, allowed in this family: true",
+        ),
         ("olmo3", {"rope_parameters": {"rope_theta": 777.0}}, "rope_parameters is .* full_attention and sliding_att"),
         ("gemma3_text", {"sliding_window_pattern": "x"}, "sliding_window_pattern is 'x', allowed: integer"),
         ("ministral", {"layer_types": 1}, r"layer_types\[0\] is 1"),
@@ -289,7 +295,6 @@ def test_a_key_that_nothing_reads_is_listed(model_type: str, tmp_path: Path) -> 
     assert family.unread(read) == ["attention_chunks"]
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 BY_TYPE = {"full_attention": {"rope_theta": 777.0}, "sliding_attention": {"rope_theta": 55.0, "factor": 2.0}}
 
 
@@ -348,6 +353,20 @@ def test_sections_that_are_not_complete_are_read_as_in_transformers(
         theirs.sliding_window if name == "sliding_attention" else None for name in theirs.layer_types
     ]
     assert_turns_as_in_transformers(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["olmo3", "gemma2", "gemma3", "gpt_oss", "smollm3", "phi3", "ministral"])
+def test_an_export_without_windows_and_tokenizer_runs_in_transformers(name: str, tmp_path: Path) -> None:
+    """Such as one with MoBA in all layers: transformers makes a mask of windows for some families in any case, and
+    looks for the row that the default of `pad_token_id` names."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make_hf_model(name, tmp_path / "hf")
+    model = read_model_config(tmp_path / "hf")
+    overrides = model.rope.overrides if name == "smollm3" else {}  # others turn by windows
+    contents = hf_config(model, model.rope.model_copy(update={"overrides": overrides}), 256, "float32")
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**contents))
+    assert theirs(random_tokens(40)[None]).logits.isfinite().all()
 
 
 def test_a_family_is_one_file_of_at_most_120_lines() -> None:
