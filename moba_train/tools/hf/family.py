@@ -200,7 +200,7 @@ class Family:
         read |= {*CODE} if config.get("architectures") in (None, [self.architecture]) else set()
         read |= {"layer_types"} if config.get("layer_types") in (None, self.layer_types(config)) else set()
         found = {key for key, value in config.items() if key not in read and value is not None}
-        return sorted(found.union(unused_keys(config, self.defaults["rope_theta"])))
+        return sorted(found.union(() if self.own_ropes else unused_keys(config, self.defaults["rope_theta"])))
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """More keys of an exported config.json than those of `same`, head_dim and RoPE. `attention`: of each layer, as
