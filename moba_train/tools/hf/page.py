@@ -38,8 +38,8 @@ other than gpt-oss's.
 """
 _REST = """\
 These keys say nothing of the model's function: {}. Every other key that nothing reads is
-listed when weights are loaded, and so are keys of RoPE that its type does not use, `layer_types` where the family goes
-by other keys, and {} of another class. Tensors that are left aside, and named: {}.
+listed when weights are loaded. So are `layer_types` and keys of RoPE without effect, and {} of another class. Tensors
+that are left aside, and named: {}.
 """
 
 

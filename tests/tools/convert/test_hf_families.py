@@ -16,6 +16,7 @@ from moba_train.model.build import build_attention
 from moba_train.registry import MODEL_FAMILIES
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf, imported_recipe
 from moba_train.tools.convert.hf_export import hf_config
+from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 from moba_train.tools.hf.config import parse_layer, read_family, read_model_config
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.files import SINGLE
@@ -327,6 +328,14 @@ def test_what_changes_nothing_is_listed_by_its_key(
     read_model_config(tmp_path)
     family, config = read_family(tmp_path)
     assert family.unread(config) == unread
+
+
+def test_commands_that_read_a_folder_list_such_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_hf_model("llama2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_chunks": 3}))
+    open_for_evaluation(tmp_path, EvaluationOptions())
+    assert "Nothing reads attention_chunks of " in caplog.text
 
 
 @pytest.mark.parametrize(
