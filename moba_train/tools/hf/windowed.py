@@ -54,7 +54,7 @@ class Windowed(Family):
         full_section, window_section, scaling = sections.values()
         plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
         full = read_rope(plain | {"rope_parameters": full_section | scaling})
-        own = window_section or {"rope_theta": self.window_theta(config)}
+        own = {"rope_theta": self.window_theta(config)} | window_section
         window = read_rope(plain | {"rope_parameters": own})
         rope = full.model_dump(exclude_unset=True)
         if window != full and TYPES[1] in types:

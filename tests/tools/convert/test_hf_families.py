@@ -343,8 +343,10 @@ def test_commands_that_read_a_folder_list_such_keys(tmp_path: Path, caplog: pyte
     [
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_theta": 777.0}}}, {777.0, 5e5}),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_theta": 777.0}}}, {777.0, 1e6}),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, {1e4, 1e6}),
         ("olmo3", {"sliding_window_pattern": 2}, {5e5}),
         ("mistral", {"layer_types": ["sliding_attention", "full_attention"] * 4}, {1e4}),
+        ("phi3", {"rope_scaling": {"rope_theta": 5e5}, "rope_parameters": {"partial_rotary_factor": 0.5}}, {5e5}),
         ("gpt_oss", {"rope_parameters": {}}, {1.5e5}),
     ],
 )
@@ -359,7 +361,8 @@ def test_sections_that_are_not_complete_are_read_as_in_transformers(
     assert {rope.theta for rope in ours.rope.by_layer(8)} == thetas
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert [entry.get("window") for entry in family.attention(config)] == [
-        theirs.sliding_window if name == "sliding_attention" else None for name in theirs.layer_types
+        theirs.sliding_window if name == "sliding_attention" else None
+        for name in getattr(theirs, "layer_types", ["full_attention"] * 8)
     ]
     assert_turns_as_in_transformers(ours, theirs)
 
