@@ -19,6 +19,7 @@ from moba_train.config.parallel import ParallelConfig
 from moba_train.config.precision import MemoryConfig, PrecisionConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import ALL_PARAMETERS, Stage, merge_rope
+from moba_train.errors import named_layers
 from moba_train.memory.devices import Device
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.rope import longrope_problems
@@ -343,30 +344,40 @@ def _rope_problems(rope: RopeConfig, model: ModelConfig, path: str, allow_idle: 
     except ValueError as error:
         yield f"{path}.overrides: {error}"
         return
+    common = LayerRope.model_validate(rope.model_dump(exclude={"overrides"}))
     for one in dict.fromkeys(ropes):
-        yield from _layer_rope_problems(one, model.head_width, path, allow_idle)
+        own = [layer for layer, found in enumerate(ropes) if found == one]
+        where = f"{path}." if one == common else f"{path}.overrides: {named_layers(own)}: "
+        yield from (where + problem for problem in _layer_rope_problems(one, model.head_width, allow_idle))
 
 
-def _layer_rope_problems(rope: LayerRope, width: int, path: str, allow_idle: bool) -> Iterator[str]:
+def _layer_rope_problems(rope: LayerRope, width: int, allow_idle: bool) -> Iterator[str]:
+    """Problems of a layer's embedding, by its keys."""
     if rope.kind == "nope":  # in some layers, where the other keys are the others'
         return
+    turned = int(width * rope.fraction)
+    if rope.fraction < 1 and (turned < 2 or turned % 2):
+        yield (
+            f"fraction: given {rope.fraction:g}, with which {turned} dimensions of a head of width {width} turn; "
+            "allowed: an even number of them, at least 2"
+        )
     if rope.factor != 1 and rope.kind not in ("pi", "yarn", "llama3", "longrope"):
         yield (
-            f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn, llama3 "
+            f"factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn, llama3 "
             "or longrope, or factor: 1"
         )
     if rope.factor == 1 and rope.kind in ("pi", "yarn", "llama3") and not allow_idle:
         yield (
-            f"{path}.factor: given 1, with which kind {rope.kind!r} changes nothing; set the new length / the trained "
+            f"factor: given 1, with which kind {rope.kind!r} changes nothing; set the new length / the trained "
             "length, more than 1, or kind: none"
         )
     if rope.kind not in ("yarn", "llama3", "longrope"):
         return
     if rope.original_seq_len is None:
-        yield f"{path}.original_seq_len: missing; kind {rope.kind} needs the length that was trained before"
-    yield from longrope_problems(rope, width, path)
+        yield f"original_seq_len: missing; kind {rope.kind} needs the length that was trained before"
+    yield from longrope_problems(rope, width)
     if rope.kind != "longrope" and rope.fast_turns <= rope.beta_slow:
-        yield f"{path}.beta_fast: given {rope.fast_turns:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
+        yield f"beta_fast: given {rope.fast_turns:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
 
 
 def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:

@@ -85,6 +85,7 @@ def hf_config(
                 **{theirs: getattr(model, ours) for ours, theirs in family.same.items()},
                 "head_dim": model.head_width,
                 "max_position_embeddings": hf_length(rope, max_length),
+                "pad_token_id": None,  # that of the tokenizer, if there is one; defaults may be beyond the vocabulary
                 **({} if family.own_ropes else hf_rope(rope)),
                 **family.written(model, layers),
                 # Newer releases of transformers read the first, older ones the second.

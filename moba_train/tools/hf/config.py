@@ -67,7 +67,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         for layer, entry in enumerate(family.attention(config)):
             parse_layer(entry or {"kind": "full"}, f"attention of layer {layer}")
         ropes = dict.fromkeys(model.rope.by_layer(model.layers))
-        if problems := [text for rope in ropes for text in longrope_problems(rope, model.head_width, "model.rope")]:
+        if problems := [f"model.rope.{text}" for rope in ropes for text in longrope_problems(rope, model.head_width)]:
             raise CheckpointError("; ".join(problems))
         return model
     except ValidationError as error:
