@@ -13,6 +13,7 @@ import os
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -25,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from moba_train.model.block import Sink
+from moba_train.model.block import CenteredRMSNorm, Sink
 from moba_train.model.feed_forward import registered_modules
 from moba_train.model.part import own_layers
 from moba_train.model.transformer import Transformer
@@ -47,7 +48,8 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
         "attention.o_proj": RowwiseParallel(output_layouts=Shard(0)),
     }
     if model.config.qk_norm:
-        heads = SequenceParallel(sequence_dim=1, use_local_output=True)
+        all_heads = model.config.qk_norm == "all_heads"
+        heads = _NormOverRanks() if all_heads else SequenceParallel(sequence_dim=1, use_local_output=True)
         attention |= {"attention.q_norm": heads, "attention.k_norm": heads}
     # Norms work on a rank's rows, not on all of them: activations between the layers shrink by tp, and an
     # all-gather and a reduce-scatter send as much as the all-reduce that they replace.
@@ -126,6 +128,29 @@ class _LocalRows(_ShardedRows):
             return vector.to_local()
 
         return distribute_module(module, device_mesh, self._shard, None, own_rows)
+
+
+class _NormOverRanks(_ShardedRows):
+    """Style for an RMSNorm over the channels of all ranks, each of which gives and gets its own: the ranks add up their
+    sums of squares, one number for each row, and in the backward pass these sums' gradients."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.RMSNorm)
+        (channels,) = module.normalized_shape
+        shift = int(isinstance(module, CenteredRMSNorm))
+
+        def forward(x_Tc: Tensor) -> Tensor:
+            weight = module.weight
+            assert isinstance(weight, DTensor)
+            wide = torch.promote_types(x_Tc.dtype, torch.float32)
+            squares_T1 = torch.linalg.vector_norm(x_Tc, dim=-1, keepdim=True, dtype=wide).square()
+            of_rank = DTensor.from_local(squares_T1, device_mesh, [Partial()], run_check=False)
+            squares_T1 = of_rank.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            scale_T1 = (squares_T1 / channels + module.eps).rsqrt()
+            return (x_Tc * scale_T1 * (shift + weight.to_local().to(wide))).to(x_Tc.dtype)
+
+        module.forward = forward  # type: ignore[method-assign]  # distribute_module's hooks cannot replace it
+        return super()._apply(module, device_mesh)
 
 
 class _VocabularyParallel(_ShardedRows):

@@ -97,8 +97,6 @@ def tensor_problems(config: RunConfig, ranks_per_node: int | None, training: boo
     if training and config.parallel.tp_overlap and (tp == 1 or cp > 1 or not config.compile):
         given = f"parallel.tp {tp}, cp {cp} and compile: {str(config.compile).lower()}"
         yield f"parallel.tp_overlap: given true with {given}; it needs parallel.tp above 1, cp 1 and compile: true"
-    if tp > 1 and model.qk_norm == "all_heads":
-        yield f"parallel.tp: given {tp}, but model.qk_norm is all_heads, which needs all heads on each rank; set tp: 1"
     dense = not all(map(model.feed_forward, range(model.layers)))
     sizes = {key: getattr(model, key) for key in _DIVIDED if dense or key != "intermediate_size"}
     uneven = [f"model.{key} {size}" for key, size in sizes.items() if size % tp]

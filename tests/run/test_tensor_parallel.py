@@ -54,7 +54,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "gate_layers": "last:1",
     },
     "norms behind, gates of heads": {"norms": "post", "gate_layers": "all", "output_gate": "head"},
+    "centered norms over all heads": {"centered_norms": True, "qk_norm": "all_heads", "qkv_bias": True},
     "llama, one layer, compiled": {"compile": True},
+    "norms over all heads, one layer, compiled": {"compile": True, "norms": "post", "qk_norm": "all_heads"},
 }
 Step = dict[str, Tensor]
 
@@ -175,8 +177,8 @@ def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[st
     """One of the ranks has a micro-batch without loss tokens, and both have one."""
     got, want = on_two_ranks[name], on_one_device(MODELS[name], torch.device("cpu"))
     assert got.keys() == want.keys()
-    assert ("gradient blocks.0.attention.q_norm.weight" in got) == ("qwen3" in name)
-    assert ("gradient blocks.0.attention.q_proj.bias" in got) == (name == "qwen2")
+    assert ("gradient blocks.0.attention.q_norm.weight" in got) == ("qk_norm" in MODELS[name])
+    assert ("gradient blocks.0.attention.q_proj.bias" in got) == ("qkv_bias" in MODELS[name])
     assert ("selected 0" in got) == ("one layer" not in name), "the second layer has MoBA"
     for key, value in want.items():
         exact = key.startswith(("weight", "selected"))
