@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moba_train.attention.layout import packed_layout
 from moba_train.config.load import load_config
@@ -16,6 +17,8 @@ from moba_train.model.rope import rope_cos_sin
 from moba_train.model.spec import attention_matrices
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import Kept
+from moba_train.tools.convert.hf import export_to_hf
+from moba_train.tools.saved_recipe import open_checkpoint
 from tests.resolved import check, estimate_of, plan_of, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
@@ -73,6 +76,27 @@ def test_a_run_resumes_bitwise(finished: Run, tmp_path: Path, corpora: Path, ran
     assert_same_tensors(run.newest_checkpoint, finished.newest_checkpoint)
 
 
+def test_norms_over_the_heads_of_two_ranks_go_on_and_out_as_of_one(tmp_path: Path, corpora: Path, ranks: Ranks) -> None:
+    """OLMo 3's layers: four steps on one rank and eight on two, exported; compared with twelve on one."""
+    alone, shared = (Run(tmp_path / name, corpora) for name in ("alone", "shared"))
+    for run in (alone, shared):
+        run.folder.mkdir()
+        run.recipe["model"] |= {"norms": "post", "qk_norm": "all_heads"}
+        run.recipe["attention"] = {"default": "full", "overrides": {0: {"kind": "window", "window": 24}}}
+    ranks.train(alone, 1)
+    ranks.train(shared, 1, "--stop-at-step", "4")
+    shared.recipe["parallel"] = {"tp": 2}
+    ranks.train(shared, 2)
+    assert shared.losses() == pytest.approx(alone.losses(), rel=1e-4)
+    norms = [[record["grad_norm"] for record in run.records()] for run in (shared, alone)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    for run in (alone, shared):
+        export_to_hf(open_checkpoint(run.run_dir), run.folder / "out", torch.float32, shard_bytes=1 << 30)
+    ours, theirs = (load_file(run.folder / "out" / "model.safetensors") for run in (shared, alone))
+    assert "model.layers.1.self_attn.k_norm.weight" in ours
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
 def test_the_plan_counts_parameters_and_operations(tmp_path: Path, corpora: Path) -> None:
     config = load_config(with_options(tmp_path, corpora).write_recipe())
     with torch.device("meta"):
@@ -125,7 +149,6 @@ def test_the_plan_counts_what_a_gate_keeps(gate: str, tmp_path: Path, corpora: P
             r"model\.rope\.overrides: layer 1: original_seq_len: missing; kind yarn",
         ),
         ({}, {"attention": {"default": "nsa"}}, r"model\.sink_layers: gives layer 0 a sink, which kind 'nsa'"),
-        ({"qk_norm": "all_heads"}, {"parallel": {"tp": 2}}, r"parallel\.tp: given 2, but model\.qk_norm is all_heads"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_key(
