@@ -10,7 +10,7 @@ Shape suffixes: T packed tokens of this rank, D hidden size, H query heads, K ke
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +156,9 @@ class AttentionKind(ABC):
     statistics: ClassVar[Mapping[str, str]] = SOFTMAX
     """Statistics that `StatisticsObserver` collects, by name, with their meaning. Default: those of an engine call."""
     facts: KindFacts = KindFacts()
+    tensor_style: ClassVar[Any] = None
+    """The `ParallelStyle` of torch that divides the kind's parameters by heads; None: where it has any, `parallel.tp`
+    above 1 is refused."""
     attentions: tuple[LocalAttention, ...]
     """The local attentions that `mix` runs through the engine."""
 

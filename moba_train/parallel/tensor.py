@@ -26,9 +26,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from moba_train.attention.registry import KINDS
 from moba_train.model.block import CenteredRMSNorm, Sink
 from moba_train.model.feed_forward import registered_modules
 from moba_train.model.part import own_layers
+from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.torch_private import pipeline_transfers_with_products, symmetric_memory
 
@@ -80,8 +82,12 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
         own = registered.get(layer)
         fed = feed_forward if own is None else {**norms, "feed_forward": own.parallel.style()}
         in_blocks |= {f"blocks.{layer}.{name}": style for name, style in {**attention, **fed}.items()}
-    for name, module in model.named_modules():
-        if name.endswith(".attention.output_gate"):
+    modules = dict(model.named_modules())
+    in_blocks = {name: style for name, style in in_blocks.items() if name in modules}  # bare layers lack projections
+    for name, module in modules.items():
+        if name.count(".") == 3 and (kind := kind_of_parameter(f"{name}.")):
+            in_blocks[name] = KINDS[kind].tensor_style
+        elif name.endswith(".attention.output_gate"):
             in_blocks[name] = ColwiseParallel()
         elif isinstance(module, Sink):
             in_blocks[name] = _LocalRows()
@@ -137,6 +143,8 @@ class _NormOverRanks(_ShardedRows):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.RMSNorm)
         (channels,) = module.normalized_shape
+        eps = module.eps
+        assert eps is not None
         shift = int(isinstance(module, CenteredRMSNorm))
 
         def forward(x_Tc: Tensor) -> Tensor:
@@ -146,10 +154,10 @@ class _NormOverRanks(_ShardedRows):
             squares_T1 = torch.linalg.vector_norm(x_Tc, dim=-1, keepdim=True, dtype=wide).square()
             of_rank = DTensor.from_local(squares_T1, device_mesh, [Partial()], run_check=False)
             squares_T1 = of_rank.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-            scale_T1 = (squares_T1 / channels + module.eps).rsqrt()
+            scale_T1 = (squares_T1 / channels + eps).rsqrt()
             return (x_Tc * scale_T1 * (shift + weight.to_local().to(wide))).to(x_Tc.dtype)
 
-        module.forward = forward  # type: ignore[method-assign]  # distribute_module's hooks cannot replace it
+        module.forward = forward  # type: ignore[assignment, method-assign]  # distribute_module's hooks cannot replace it
         return super()._apply(module, device_mesh)
 
 

@@ -25,6 +25,8 @@ ONCE_FAILED = [
     Case(132, dict.fromkeys(SIZES, 1) | {"pp": 4, "pp_schedule": "zero_bubble"}, [FULL, MSA, FULL, FULL]),
 ]
 """Cases that were found by this test, made smaller."""
+KDA: tuple[str, dict[str, Any]] = ("kda", {})
+BARE: tuple[str, dict[str, Any]] = ("gdn", {"heads": {"keys": 2, "values": 6, "width": 4}})
 OLMO = {"norms": "post", "qk_norm": "all_heads"}
 SELDOM = [
     Case(
@@ -44,8 +46,26 @@ SELDOM = [
         OLMO | {"centered_norms": True},
         documents="few",
     ),
+    Case(
+        3,
+        dict.fromkeys(SIZES, 1) | {"cp": 2, "tp": 2},
+        [KDA, BARE, ("gdn", {})],
+        {"bare_layers": [1]},
+        documents="many",
+        mask="sparse",
+        clip_norm=0.05,
+        checkpointing="selective",
+    ),
+    Case(
+        4,
+        dict.fromkeys(SIZES, 1) | {"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"},
+        [BARE, KDA],
+        {"bare_layers": [0]},
+        documents="few",
+    ),
 ]
-"""Cases of options that few of the first seeds have: norms over the heads of all ranks that share a layer."""
+"""Cases of options that few of the first seeds have: norms over the heads of all ranks that share a layer, and kinds
+whose parameters these ranks divide."""
 COUNT = int(os.environ.get("MOBA_LAYOUTS", "40"))
 AGAIN = "MOBA_LAYOUT='{}' python -m pytest -s tests/conformance/test_layouts.py"
 

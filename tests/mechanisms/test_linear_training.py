@@ -1,7 +1,9 @@
-"""Layers that keep a state: training on one device and, for `lightning`, on ranks that share a sequence."""
+"""Layers that keep a state: training on one device and on ranks that share a sequence or, but `lightning`, heads."""
 
+import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +12,11 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError
+from moba_train.mechanisms.linear import kda
 from moba_train.model.build import build_model
 from moba_train.tools.convert.hf_export import layer_problem
+from tests.conformance.layouts import SIZES, Case
+from tests.conformance.running import worker
 from tests.resolved import check, plan_of, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks
@@ -74,11 +79,43 @@ def test_plans_count_their_parameters_exactly(run: Run) -> None:
     assert plan.parameters.total == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["lightning", "kda"])
-def test_tensor_parallelism_is_refused_by_its_key(run: Run, kind: str) -> None:
-    config = load_config(with_kinds(run, "full", kind, tp=2).write_recipe())
-    with pytest.raises(ConfigError, match=rf"parallel\.tp: given 2, but kind '{kind}'"):
+def test_tensor_parallelism_is_refused_by_its_key(run: Run) -> None:
+    config = load_config(with_kinds(run, "full", "lightning", tp=2).write_recipe())
+    with pytest.raises(ConfigError, match=r"parallel\.tp: given 2, but kind 'lightning'"):
         check(config)
+    with_bare_layer(run, tp=2).recipe["attention"]["gdn"]["heads"] = {"keys": 3, "values": 6, "width": 4}
+    said = r"attention\.gdn\.heads\.keys: given 3 in layers? 0, which parallel\.tp 2 does not divide; allowed: 1, 3"
+    with pytest.raises(ConfigError, match=said):
+        check(load_config(run.write_recipe()))
+
+
+def test_ranks_divide_the_heads_and_one_goes_on(tmp_path: Path, corpora: Path, ranks: Ranks) -> None:
+    """Three of four steps on two ranks, whose checkpoint one rank reads."""
+    runs = [Run(tmp_path / name, corpora) for name in ("alone", "shared")]
+    for run in runs:
+        run.folder.mkdir()
+        with_kinds(run, "kda", "gdn")
+    alone, shared = runs
+    ranks.train(alone, 1)
+    shared.recipe["parallel"] = {"tp": 2}
+    ranks.train(shared, 2, "--stop-at-step", "3")
+    shared.recipe["parallel"] = {}
+    ranks.train(shared, 1)
+    assert shared.losses() == pytest.approx(alone.losses(), rel=1e-4)
+    norms = [[record["grad_norm"] for record in run.records()] for run in runs]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+def part_by_part(lines: list[str], output: str) -> None:
+    with patch.object(kda, "most_rows", lambda channels: 9):
+        worker(lines, None, output)
+
+
+def test_ranks_compute_their_heads_part_by_part_as_one_device_does_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    """What a part recomputes in the backward pass has the rank's parameters."""
+    case = Case(5, dict.fromkeys(SIZES, 1) | {"tp": 2}, [("kda", {}), ("gdn", {})], documents="few")
+    ranks.work(part_by_part, ([case.line()], str(tmp_path / "problems.json")), 2)
+    assert json.loads((tmp_path / "problems.json").read_text()) == [[]]
 
 
 def with_bare_layer(run: Run, **parallel: Any) -> Run:
@@ -111,10 +148,11 @@ def test_a_layer_with_the_projections_of_its_kind_alone_trains_on_ranks_as_on_on
     with torch.device("meta"):
         model = build_model(spec_of(config))
     assert plan_of(config, 1, 989, 0.4).parameters.total == sum(weight.numel() for weight in model.parameters())
-    (tmp_path / "ranks").mkdir()
-    run = with_bare_layer(Run(tmp_path / "ranks", corpora), cp=2)
-    ranks.train(run, 2)
-    assert run.losses() == pytest.approx(alone.losses(), rel=1e-3)
+    for size in ("cp", "tp"):
+        (tmp_path / size).mkdir()
+        run = with_bare_layer(Run(tmp_path / size, corpora), **{size: 2})
+        ranks.train(run, 2)
+        assert run.losses() == pytest.approx(alone.losses(), rel=1e-3), size
 
 
 @pytest.mark.parametrize(

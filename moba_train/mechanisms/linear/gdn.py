@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from moba_train.attention.kind import LayerInput, StageContext
 from moba_train.config.base import Section
+from moba_train.config.mesh import allowed_divisors
 from moba_train.config.model import LARGEST_WIDTH, MOST_HEADS, ModelConfig
 from moba_train.mechanisms.linear.convolution import ShortConvolution
 from moba_train.mechanisms.linear.delta import DeltaInputs
+from moba_train.mechanisms.linear.heads import heads_of_rank, sum_over_heads
 from moba_train.mechanisms.linear.kda import DeltaParameters, KdaCosts, KdaKind
 
 
@@ -130,6 +132,9 @@ class GdnKind(KdaKind):
         """A backend that cannot run."""
         assert isinstance(options, GdnKind.Options)
         if options.heads is not None:
+            if options.heads.keys % context.tp:
+                given = f"heads.keys: given {options.heads.keys} {context.layers}"
+                yield f"{given}, which parallel.tp {context.tp} does not divide; {allowed_divisors(options.heads.keys)}"
             context = replace(context, model=options.heads.shape(context.model))
         yield from super().problems(options, context)
 
@@ -149,8 +154,10 @@ class GdnKind(KdaKind):
         """The gated output of the heads [T, H, d], or, of heads of its own, what the layer adds, [T, D]."""
         if not isinstance(parameters, ProjectedGdn):
             return super().mix(layer, parameters)
-        out_THd, auxiliary_T = super().mix(parameters.projected(layer), parameters.delta)
-        return parameters.o_proj(out_THd.flatten(1)), auxiliary_T
+        here, parts = heads_of_rank(layer, parameters)
+        assert isinstance(parts, ProjectedGdn)
+        out_THd, auxiliary_T = super().mix(parts.projected(here), parts.delta)
+        return sum_over_heads(parts.o_proj(out_THd.flatten(1)), layer.x_TD), auxiliary_T
 
     def costs(self, model: ModelConfig) -> KdaCosts:
         """Costs of the delta rule and what is around it."""

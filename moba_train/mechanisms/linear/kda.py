@@ -46,6 +46,7 @@ from moba_train.mechanisms.linear.delta import (
     most_rows,
 )
 from moba_train.mechanisms.linear.fla import fla_delta_attention, fla_problem, fla_refuses
+from moba_train.mechanisms.linear.heads import DividedHeads, heads_of_rank
 from moba_train.mechanisms.linear.states import STATES, segment_edges, state_statistics
 
 T = TypeVar("T")
@@ -114,6 +115,7 @@ class KdaKind(AttentionKind):
 
     name = "kda"
     Parameters: ClassVar[type[DeltaParameters]] = KdaParameters
+    tensor_style = DividedHeads("norm.weight", "_down.weight")
     statistics = STATES | {
         "decay": "factor that a channel keeps from one token to the next",
         "step": "share of what a key holds that a token replaces",
@@ -171,6 +173,8 @@ class KdaKind(AttentionKind):
     @torch.compiler.disable  # fla's kernels break the graph; the plain recurrence would be unrolled
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """The delta rule without rotary embedding, whose output is normed for each head and gated."""
+        assert parameters is not None
+        layer, parameters = heads_of_rank(layer, parameters)
         assert isinstance(parameters, DeltaParameters)
         shard = layer.engine.shard(layer.layout)
         rows = tuple(own_rows(x, shard) for x in (layer.x_TD, layer.q_THd, layer.k_TKd, layer.v_TKd))
