@@ -17,6 +17,7 @@ from moba_train.tools.saved_recipe import open_checkpoint
 from tests.resolved import check
 from tests.run.test_init_from import _on_the_cpu, begun_from, damaged, source
 from tests.run.tiny_run import Run
+from tests.run.trainer_ranks import Ranks
 from tests.tools.convert.hf_models import make_hf_model
 
 __all__ = ["_on_the_cpu", "source"]
@@ -110,8 +111,10 @@ def test_a_run_is_warned_of_a_cap_that_it_leaves_out(run: Run, tmp_path: Path) -
     assert "scores below 2 in layers 0-2, where the first stage attends otherwise; set kind: capped" in warning
 
 
-def test_layers_of_an_architecture_that_are_a_kind_with_weights_begin_with_them(run: Run, tmp_path: Path) -> None:
-    make_hf_model("qwen3_next", tmp_path / "hf")
+def test_layers_of_an_architecture_that_are_a_kind_with_weights_begin_with_them(
+    run: Run, tmp_path: Path, ranks: Ranks
+) -> None:
+    make_hf_model("qwen3_next", tmp_path / "hf", moe_intermediate_size=16, shared_expert_intermediate_size=16)
     imported = imported_recipe(tmp_path / "hf", tmp_path / "hf")
     assert (imported.attention.default, imported.attention.overrides) == ("gdn", {3: {"kind": "full"}})
     run.recipe |= {"init_from": str(tmp_path / "hf"), "model": imported.model.model_dump()}
@@ -122,6 +125,11 @@ def test_layers_of_an_architecture_that_are_a_kind_with_weights_begin_with_them(
     assert run.train_here("--stop-at-step", "1") == 0
     (event,) = run.records("init_from")
     assert event["message"].endswith(str(tmp_path / "hf"))  # nothing begins again
+    alone = run.losses()
+    run.recipe |= {"run_dir": str(tmp_path / "shared"), "parallel": {"tp": 2}}
+    ranks.train(run, 2, "--stop-at-step", "1")
+    assert run.losses() == pytest.approx(alone, rel=1e-4)
+    run.recipe["parallel"] = {}
     heads["values"] = 4
     with pytest.raises(ConfigError, match=r"attention\.gdn: gives layer 0 parameters"):
         check(load_config(run.write_recipe(), [f"run_dir={tmp_path / 'other'}"]), 1, check_files=True)
