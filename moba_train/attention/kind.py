@@ -10,7 +10,7 @@ Shape suffixes: T packed tokens of this rank, D hidden size, H query heads, K ke
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -156,9 +156,6 @@ class AttentionKind(ABC):
     statistics: ClassVar[Mapping[str, str]] = SOFTMAX
     """Statistics that `StatisticsObserver` collects, by name, with their meaning. Default: those of an engine call."""
     facts: KindFacts = KindFacts()
-    tensor_style: ClassVar[Any] = None
-    """The `ParallelStyle` of torch that divides the kind's parameters by heads; None: where it has any, `parallel.tp`
-    above 1 is refused."""
     attentions: tuple[LocalAttention, ...]
     """The local attentions that `mix` runs through the engine."""
 
@@ -175,7 +172,8 @@ class AttentionKind(ABC):
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:
         """The layer's own parameters, a new module made on torch's current device, or None. It lives in the layer under
-        the kind's name if any stage uses it, and trains in those stages only."""
+        the kind's name if any stage uses it, and trains in those stages only. `parallel.tp` is refused unless the
+        module's `tensor_style`, a `ParallelStyle` of torch, divides it by heads."""
         return None
 
     @classmethod
@@ -186,9 +184,8 @@ class AttentionKind(ABC):
 
     @classmethod
     def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
-        """Initial values of the parameter of this name in `parameters`, drawn with `generator` on its device; `shape`
-        is that of the whole parameter, on any number of ranks. None, the default: matrices are normal with the model's
-        standard deviation, vectors ones and biases zeros."""
+        """Initial values of this parameter of `parameters`, of the whole one's `shape`, drawn with `generator` on its
+        device. None, the default: matrices normal with the model's standard deviation, vectors ones, biases zeros."""
         return None
 
     @classmethod

@@ -26,11 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from moba_train.attention.registry import KINDS
 from moba_train.model.block import CenteredRMSNorm, Sink
 from moba_train.model.feed_forward import registered_modules
 from moba_train.model.part import own_layers
-from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.torch_private import pipeline_transfers_with_products, symmetric_memory
 
@@ -85,8 +83,8 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     modules = dict(model.named_modules())
     in_blocks = {name: style for name, style in in_blocks.items() if name in modules}  # bare layers lack projections
     for name, module in modules.items():
-        if name.count(".") == 3 and (kind := kind_of_parameter(f"{name}.")):
-            in_blocks[name] = KINDS[kind].tensor_style
+        if name.count(".") == 3 and (style := getattr(module, "tensor_style", None)):  # an attention kind's module
+            in_blocks[name] = style
         elif name.endswith(".attention.output_gate"):
             in_blocks[name] = ColwiseParallel()
         elif isinstance(module, Sink):

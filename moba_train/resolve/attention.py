@@ -128,7 +128,7 @@ def _parameter_problems(
                 f"but in stage {first!r} they are {describe_shapes(before)}; the options that shape them must be the "
                 "same in all stages"
             )
-        elif here and tp > 1 and KINDS[attention.kind].tensor_style is None:
+        elif here and tp > 1 and not hasattr(module, "tensor_style"):
             reported.add(attention.kind)
             yield (
                 f"parallel.tp: given {tp}, but kind {attention.kind!r} in stage {name!r} has "

@@ -87,6 +87,8 @@ class _SharedKeys(GdnParameters):
 class ProjectedGdn(nn.Module):
     """All weights of a layer with heads of its own."""
 
+    tensor_style = DeltaParameters.tensor_style
+
     def __init__(self, model: ModelConfig, heads: GdnHeads) -> None:
         super().__init__()
         self.width = heads.width

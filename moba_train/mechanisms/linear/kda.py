@@ -58,6 +58,8 @@ _WIDEST = 256
 class DeltaParameters(nn.Module):
     """A layer's convolutions, rates of decay, step sizes and output norm, which all kinds with the delta rule have."""
 
+    tensor_style = DividedHeads("norm.weight", "_down.weight")
+
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         width = model.head_width
@@ -115,7 +117,6 @@ class KdaKind(AttentionKind):
 
     name = "kda"
     Parameters: ClassVar[type[DeltaParameters]] = KdaParameters
-    tensor_style = DividedHeads("norm.weight", "_down.weight")
     statistics = STATES | {
         "decay": "factor that a channel keeps from one token to the next",
         "step": "share of what a key holds that a token replaces",
