@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.kernels.common.merge import merge, nothing_seen
+from moba_train.attention.kernels.common.merge import merge_into, nothing_seen
 from moba_train.attention.kernels.common.reference import (
     Mask,
     accumulation_dtype,
@@ -37,6 +37,10 @@ _LEAST_TILE = 128
 
 _ROWS_AT_ONCE = 2**18
 """Query rows (tokens x heads): 64 MiB of queries in bfloat16, for heads of 128."""
+
+_QUERIES_OF_SINKS = 2048
+"""Queries that share a copy of the sinks at most. A backward kernel has one program for each head and tile of keys,
+so that with one copy 4 of 132 processors would work at 128K tokens."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ class Band:
     def fits_kernels(self) -> bool:
         """True if the mask is one of the kernels': none, or a causal one that ends at the last query and key."""
         return self.complete or (not self.sinks and self.queries.stop == self.keys.stop)
+
+    @property
+    def copies(self) -> int:
+        """Copies of the keys that a kernel is given, each for the next `_QUERIES_OF_SINKS` queries."""
+        return -(-(self.queries.stop - self.queries.start) // _QUERIES_OF_SINKS) if self.complete else 1
 
 
 def heads_at_once(q_THD: Tensor, k_SKD: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -152,11 +161,11 @@ class WindowAttention(LocalAttention):
         """(out [T, H, D], lse [H, T]) over the given keys in each query's window."""
         calls = self._calls(q_THD, layout)
         parts = (self._attend(q_THD[band.rows], k_SKD, v_SKD, layout, band, kernel) for band, kernel in calls)
-        if len(calls) == 1 and calls[0][0].rows == slice(0, q_THD.shape[0]):
-            return next(parts)
-        out_THD, lse_HT = nothing_seen(q_THD)
-        for (band, _), part in zip(calls, parts, strict=True):
-            out_THD[band.rows], lse_HT[:, band.rows] = merge(out_THD[band.rows], lse_HT[:, band.rows], *part)
+        # What the first call gives is joined with nothing only where it lacks some of the queries.
+        first = int(bool(calls) and calls[0][0].rows == slice(0, q_THD.shape[0]))
+        out_THD, lse_HT = next(parts) if first else nothing_seen(q_THD)
+        for (band, _), part in zip(calls[first:], parts, strict=True):
+            merge_into(out_THD[band.rows], lse_HT[:, band.rows], *part)
         return out_THD, lse_HT
 
     def _attend(
@@ -168,7 +177,7 @@ class WindowAttention(LocalAttention):
         band: Band,
         kernel: type[VarlenKernel] | None,
     ) -> tuple[Tensor, Tensor]:
-        k_sKD, v_sKD = k_SKD[band.key_rows], v_SKD[band.key_rows]
+        k_sKD, v_sKD = (_given(x, band, kernel) for x in (k_SKD, v_SKD))
         if kernel is None:
             return masked_attend(q_tHD, k_sKD, v_sKD, self._mask(layout, band), self.scale, prefix=False, cap=self.cap)
         return kernel.forward(q_tHD, k_sKD, v_sKD, self._segments(layout, band), self.scale)
@@ -176,11 +185,14 @@ class WindowAttention(LocalAttention):
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
         calls = self._calls(state.q, layout)
-        # Each row has one term where there is one call, and needs no wider dtype for their sum.
-        dtype = state.q.dtype if len(calls) == 1 else accumulation_dtype(state.q.dtype)
-        dq_THD, dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=dtype) for x in (state.q, state.k, state.v))
+        # A sum of two is rounded once in any dtype. With all keys a query has at most two terms, its window's and its
+        # sinks'; a key has one for each call.
+        wide = accumulation_dtype(state.q.dtype)
+        dq_THD = torch.zeros_like(state.q, dtype=wide if len(calls) > 1 and layout.k_ranges is not None else None)
+        dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=wide if len(calls) > 1 else None) for x in (state.k, state.v))
         for band, kernel in calls:
-            part = state.part(rows=band.rows)._replace(k=state.k[band.key_rows], v=state.v[band.key_rows])
+            k_sKD, v_sKD = (_given(x, band, kernel) for x in (state.k, state.v))
+            part = state.part(rows=band.rows)._replace(k=k_sKD, v=v_sKD)
             # Some heads at a time: the kernel's backward pass takes several times the memory of the queries that it is
             # given.
             for heads, kv_heads in heads_at_once(part.q, part.k):
@@ -192,8 +204,10 @@ class WindowAttention(LocalAttention):
                     fixed_order = torch.are_deterministic_algorithms_enabled()
                     grads = kernel.backward(slices, self._segments(layout, band), self.scale, deterministic=fixed_order)
                 dq_THD[band.rows, heads] += grads[0]
-                dk_SKD[band.key_rows, kv_heads] += grads[1]
-                dv_SKD[band.key_rows, kv_heads] += grads[2]
+                for sum_SKD, grad_sKD in ((dk_SKD, grads[1]), (dv_SKD, grads[2])):
+                    if kernel is not None and band.copies > 1:
+                        grad_sKD = grad_sKD.unflatten(0, (band.copies, -1)).sum(0, dtype=wide)
+                    sum_SKD[band.key_rows, kv_heads] += grad_sKD
         return dq_THD.to(state.q.dtype), dk_SKD.to(state.k.dtype), dv_SKD.to(state.v.dtype)
 
     def _calls(self, q_THD: Tensor, layout: Layout) -> list[tuple[Band, type[VarlenKernel] | None]]:
@@ -228,9 +242,11 @@ class WindowAttention(LocalAttention):
         if band.complete:
             rows = band.queries.stop - band.queries.start
             keys = band.keys.stop - band.keys.start
-            make = partial(layout.cu_seqlens.new_tensor, [[0, rows], [0, keys]])
-            edges = layout.cached(("complete", rows, keys), make)
-            return Segments(edges[0], edges[1], rows, keys, causal=False)
+            most = min(rows, _QUERIES_OF_SINKS)
+            edges = [min(rows, copy * most) for copy in range(band.copies + 1)]
+            make = partial(layout.cu_seqlens.new_tensor, [edges, [copy * keys for copy in range(band.copies + 1)]])
+            cu_q, cu_k = layout.cached(("complete", rows, keys), make)
+            return Segments(cu_q, cu_k, most, keys, causal=False)
         cu_q, cu_k = ((layout.cu_seqlens - start).clamp_(0, stop - start) for start, stop in (band.queries, band.keys))
         max_q, max_k = (min(layout.max_seqlen, stop - start) for start, stop in (band.queries, band.keys))
         return Segments(cu_q, cu_k, max_q, max_k, causal=True, window=self.window)
@@ -249,6 +265,12 @@ class WindowAttention(LocalAttention):
             return (same & (back >= 0) & (back < self.window)).unsqueeze(0)
 
         return mask
+
+
+def _given(x_SKD: Tensor, band: Band, kernel: type[VarlenKernel] | None) -> Tensor:
+    """The band's keys or values, as often as its kernel is given them."""
+    x_sKD = x_SKD[band.key_rows]
+    return x_sKD if kernel is None else x_sKD.expand(band.copies, *x_sKD.shape).flatten(0, 1)
 
 
 class WindowKind(AttentionKind):

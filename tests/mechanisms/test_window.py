@@ -128,14 +128,16 @@ class MaskedKernel:
 
     @staticmethod
     def mask(segments: Segments, queries: int, keys: int) -> Callable[[slice, slice], torch.Tensor]:
-        if segments.window is None:
-            return lambda rows, columns: torch.ones(1, queries, keys, dtype=torch.bool)[:, rows, columns]
         row, key = torch.arange(queries), torch.arange(keys)
         q_segment = torch.searchsorted(segments.cu_q[1:].long(), row, right=True)
         k_segment = torch.searchsorted(segments.cu_k[1:].long(), key, right=True)
-        last = segments.cu_k[1:][q_segment] - segments.cu_q[1:][q_segment] + row
-        back = last[:, None] - key[None]
-        seen = (q_segment[:, None] == k_segment[None]) & (back >= 0) & (back < segments.window)
+        seen = q_segment[:, None] == k_segment[None]
+        # One segment of all queries would be one program of a backward kernel.
+        assert segments.window is not None or segments.max_q <= window._QUERIES_OF_SINKS
+        if segments.window is not None:
+            last = segments.cu_k[1:][q_segment] - segments.cu_q[1:][q_segment] + row
+            back = last[:, None] - key[None]
+            seen = seen & (back >= 0) & (back < segments.window)
         return lambda rows, columns: seen[None, rows, columns]
 
     @classmethod
@@ -159,6 +161,7 @@ def test_kernels_are_given_the_documents_and_keys_of_every_band(
     width: int, sinks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(window, "TorchFlash", MaskedKernel)
+    monkeypatch.setattr(window, "_QUERIES_OF_SINKS", 6)
     q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
     layout = packed_layout([33, 0, 1, 26])
     attention = WindowAttention(width, 8, sinks=sinks)
