@@ -319,5 +319,5 @@ class WindowCosts(KindCosts):
         return inside**2 / 2 + outside * (self.kind.window - 0.5) + sinks
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        """Gradients are summed over calls in float32."""
+        """Results are joined by way of float32, and so are gradients of keys summed over calls."""
         return TokenBytes(workspace=4 * (self.model.heads + 2 * self.model.kv_heads) * self.model.head_width)
