@@ -28,6 +28,7 @@ class MobaTrain(Family):
     needs_code = True
     asked_for = True
     own_ropes = True
+    heads_divide_width = False
     has_buffers = True
     defaults = {key: Family.defaults[key] for key in ("max_position_embeddings",)}
     fixed = {"quantization_config": None}
