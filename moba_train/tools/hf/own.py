@@ -29,7 +29,7 @@ class MobaTrain(Family):
     asked_for = True
     own_ropes = True
     heads_divide_width = False
-    has_buffers = True
+    is_ours = True
     defaults = {key: Family.defaults[key] for key in ("max_position_embeddings",)}
     fixed = {"quantization_config": None}
     names = Family.names | {
