@@ -120,8 +120,9 @@ class Family:
     """True if an export takes the family only where its caller names it."""
     own_ropes: ClassVar[bool] = False
     """True if `written` has all that a config says of rotary embeddings."""
-    has_buffers: ClassVar[bool] = False
-    """True if its files have the buffers of our checkpoints, such as the bias of the choice of experts."""
+    is_ours: ClassVar[bool] = False
+    """True if its files have all of our checkpoints: buffers, such as the bias of the choice of experts, and parameters
+    of the attention kinds in `moba.layers`."""
     heads_divide_width: ClassVar[bool] = True
     """True if transformers refuses models whose heads do not divide the hidden size."""
     others: ClassVar[frozenset[str]] = frozenset()
