@@ -7,7 +7,7 @@ Shape suffixes: T packed tokens of this rank, D hidden size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -91,6 +91,8 @@ class RegisteredFeedForward(nn.Module, ABC):
     parallel: ClassVar[Any]
     """Its form on ranks, an object as the module `mechanisms/experts/parallel.py`: `problems` of a recipe, `style` of
     tensor parallelism, and `shard`, which makes the units of FSDP that differ from the block's."""
+    from_zero: ClassVar[Mapping[str, object]] = {}
+    """Keys of `function`, and their values in models without such buffers: a run that begins with one adds zeros."""
 
     @classmethod
     @abstractmethod

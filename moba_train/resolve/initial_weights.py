@@ -116,7 +116,8 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
         left_out: set[str] = set()
     else:
         theirs = {kind_prefix(layer, kind) for layer, kind in _source_kinds(folder)}
-        load_model(model, folder, optional=own | theirs, verify=True, without=added)
+        buffers = {name for name, _ in model.named_buffers()}  # those of which the checkpoint has none stay zero
+        load_model(model, folder, optional=own | theirs | buffers, verify=True, without=added)
         source = f"the checkpoint {folder}"
         tensors = CheckpointReader(folder).tensors if own or theirs else {}
         saved = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
@@ -208,9 +209,11 @@ def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
     """Differences between the recipe's `model` and the model that `folder` holds, one text for each key."""
     ours = comparable(model)
     theirs = comparable(source_model(folder))
+    kinds = ((name, FEED_FORWARDS[name].from_zero) for name in model.given_feed_forwards)
+    added = [(f"{name}.{key}", value) for name, values in kinds for key, value in values.items()]
     for key in ours | theirs:
         value = theirs.get(key)
-        if ours.get(key) != value:
+        if ours.get(key) != value and (key, value) not in added:
             hint = "; a stage may change it, stages[i].rope" if key == "rope" else ""
             yield f"model.{key}: given {given(ours.get(key))}, but init_from ({folder}) has {given(value)}{hint}"
 

@@ -51,7 +51,11 @@ def begin(modules: Modules) -> None:
 @torch.no_grad()
 def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.device, step: int) -> dict[str, Tensor]:
     """Metrics of `step` (docs/reference/metrics.md): scalars, and for some steps the load of every expert, [E] of each
-    layer. Called on all ranks together, with this rank's layers; `layers`: of the whole model."""
+    layer; none without such a layer. Called on all ranks together, with this rank's layers; `layers`: of the whole
+    model."""
+    used = sorted(layer_ids(options.layers, layers))
+    if not used:
+        return {}
     counts_LE = torch.zeros(layers, options.experts + 2, dtype=torch.float64, device=device)
     biases_L = torch.zeros(layers, dtype=torch.float64, device=device)
     for layer, module in modules.items():
@@ -64,7 +68,6 @@ def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.de
         dist.all_reduce(biases_L, op=dist.ReduceOp.MAX)
     for layer, module in modules.items():
         module.load_E = counts_LE[layer, : options.experts]
-    used = sorted(layer_ids(options.layers, layers))
     loads_LE, rest_Ln = counts_LE[used].split([options.experts, 2], dim=1)
     tokens_L = rest_Ln[:, 1].clamp(min=1)
     shares_LE = loads_LE / loads_LE.sum(1, keepdim=True).clamp(min=1)
