@@ -7,7 +7,7 @@ Shape suffixes: T packed tokens of this rank, D hidden size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -91,8 +91,6 @@ class RegisteredFeedForward(nn.Module, ABC):
     parallel: ClassVar[Any]
     """Its form on ranks, an object as the module `mechanisms/experts/parallel.py`: `problems` of a recipe, `style` of
     tensor parallelism, and `shard`, which makes the units of FSDP that differ from the block's."""
-    from_zero: ClassVar[Mapping[str, object]] = {}
-    """Keys of `function`, and their values in models without such buffers: a run that begins with one adds zeros."""
 
     @classmethod
     @abstractmethod
@@ -104,6 +102,12 @@ class RegisteredFeedForward(nn.Module, ABC):
     def function(cls, options: Section) -> dict[str, Any]:
         """The options by path that shape the layer's function and its parameters, without `layers`, and without those
         that only train it."""
+
+    @classmethod
+    def adding_buffers(cls, options: Section) -> dict[str, Any]:
+        """The options by path that give it buffers. A run may add them, as zeros, to the model that it begins with, but
+        may not drop those that this has."""
+        return {}
 
     @abstractmethod
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -208,14 +208,28 @@ def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -
 def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
     """Differences between the recipe's `model` and the model that `folder` holds, one text for each key."""
     ours = comparable(model)
-    theirs = comparable(source_model(folder))
-    kinds = ((name, FEED_FORWARDS[name].from_zero) for name in model.given_feed_forwards)
-    added = [(f"{name}.{key}", value) for name, values in kinds for key, value in values.items()]
+    source = source_model(folder)
+    theirs = comparable(source)
     for key in ours | theirs:
         value = theirs.get(key)
-        if ours.get(key) != value and (key, value) not in added:
+        if ours.get(key) != value:
             hint = "; a stage may change it, stages[i].rope" if key == "rope" else ""
             yield f"model.{key}: given {given(ours.get(key))}, but init_from ({folder}) has {given(value)}{hint}"
+    kept = _buffers(model)
+    yield from (
+        f"model.{key}: init_from ({folder}) has {given(value)} and its buffers, which this recipe would drop; set that"
+        for key, value in _buffers(source).items()
+        if key not in kept
+    )
+
+
+def _buffers(model: ModelConfig) -> dict[str, Any]:
+    """Keys of `model` that give its feed-forwards buffers, with their values."""
+    return {
+        f"{name}.{key}": value
+        for name, options in model.given_feed_forwards.items()
+        for key, value in FEED_FORWARDS[name].adding_buffers(options).items()
+    }
 
 
 def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:

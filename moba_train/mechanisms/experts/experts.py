@@ -4,7 +4,7 @@ Shape suffixes: T tokens of this rank (with tensor parallelism of its group), D 
 token, n = T k choices.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +30,6 @@ class MixtureOfExperts(RegisteredFeedForward):
     Options = MoeOptions
     steps: ClassVar[Any] = step
     parallel: ClassVar[Any] = parallel
-    from_zero: ClassVar[Mapping[str, object]] = {"router.balance": "no bias"}
     bias: Tensor
     """Bias of the choice of each expert, float32 [E]. It also names the layer to its `Balance`, by its address."""
 
@@ -118,13 +117,18 @@ class MixtureOfExperts(RegisteredFeedForward):
 
     @classmethod
     def function(cls, options: Section) -> dict[str, Any]:
-        """The options by path, without `layers` and those of the balance, but for its biases."""
+        """The options by path, without `layers` and those of the balance."""
         assert isinstance(options, MoeOptions)
-        training = {"aux_loss", "aux_loss_over", "bias_update", "z_loss", "counted"}
+        training = {"balance", "aux_loss", "aux_loss_over", "bias_update", "z_loss", "counted"}
         router = options.router.model_dump(exclude=training)
-        router["balance"] = "bias" if options.router.has_bias else "no bias"
         found = options.model_dump(exclude={"layers", "router"})
         return found | {f"router.{key}": value for key, value in router.items()}
+
+    @classmethod
+    def adding_buffers(cls, options: Section) -> dict[str, Any]:
+        """The balance if it has biases."""
+        assert isinstance(options, MoeOptions)
+        return {"router.balance": options.router.balance} if options.router.has_bias else {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MixtureOfExperts":
         # 16 bits would round the bias by more than its differences, and `to_empty` would leave it undefined.
