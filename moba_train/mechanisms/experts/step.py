@@ -91,9 +91,10 @@ def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.de
 @torch.no_grad()
 def update(modules: Modules, options: MoeOptions) -> None:
     """Move the bias of each expert up if its load in the step was below the mean, and down if it was above
-    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). All ranks have the same load, so all get the same biases."""
-    if options.router.has_bias:
-        for module in modules.values():
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). All ranks have the same load, so all get the same biases. Those of
+    routers that are not trained stay as they are."""
+    for module in modules.values():
+        if options.router.has_bias and module.router.weight.requires_grad:
             load_E = module.load_E
             module.bias += options.router.bias_update * (load_E.mean() - load_E).sign().to(module.bias.dtype)
 
