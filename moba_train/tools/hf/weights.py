@@ -134,7 +134,7 @@ def load_hf_weights(model: Transformer, folder: Path, with_kinds: bool = False) 
     state: dict[str, Any] = get_model_state_dict(model)
     # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.
     family, contents = read_family(folder)
-    shapes = parameter_shapes(model.config) | buffer_shapes(model.config, family)
+    shapes = parameter_shapes(model.config) | buffer_shapes(read_model_config(folder), family)
     shapes |= kind_shapes(model.config, folder)
     if with_kinds:
         shapes |= {name: tuple(value.shape) for name, value in state.items() if kind_of_parameter(name)}
@@ -164,7 +164,7 @@ class HuggingFace(WeightSource):
 
     def check(self, model: ModelConfig, folder: Path) -> None:
         """As `check_hf_weights`."""
-        buffers = buffer_shapes(model, read_family(folder)[0])
+        buffers = buffer_shapes(read_model_config(folder), read_family(folder)[0])
         check_hf_weights(parameter_shapes(model) | buffers | kind_shapes(model, folder), open_weights(folder))
 
     def kinds(self, folder: Path) -> Mapping[tuple[int, str], Shapes]:
