@@ -2,7 +2,6 @@
 
     bash launch/smollm2.sh prepare      # weights and corpus, once
     python -m benchmarks.gate_distillation --output runs/smollm2/gates.json
-    python -m benchmarks.pictures gate-distillation
 
 Trains each recipe with the real trainer: its first stage warms the gates up under full attention with the model frozen,
 its second attends to the blocks that they select. The result has the loss, the auxiliary loss of each layer, the loss
@@ -13,15 +12,10 @@ key=value are laid over all recipes.
 
 import argparse
 import shutil
-import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from benchmarks.plotting import BLUE, GREEN, INK, name
 from benchmarks.record import save
 from moba_train.config.load import load_config
 from moba_train.resolve.run import resolve_unchecked
@@ -29,11 +23,7 @@ from moba_train.telemetry.jsonl import read_records
 from moba_train.train import main as train
 
 RECIPES = [Path("configs/recipes/distill-seer.yaml"), Path("configs/recipes/distill-msa.yaml")]
-RECALLS = {
-    "block_recall": "largest blocks that are selected",
-    "mass_recall": "probability in selected blocks",
-}
-COLOURS = [BLUE, GREEN]
+RECALLS = ("block_recall", "mass_recall")
 
 
 def main() -> None:
@@ -81,39 +71,6 @@ def _step(record: dict[str, Any]) -> dict[str, Any]:
     prefix = "auxiliary_loss_layer_"
     by_layer = {key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)}
     return {"step": record["step"], "loss": record["loss"], "auxiliary_loss": by_layer}
-
-
-def draw(figure: Figure, content: dict[str, Any]) -> None:
-    """Draw the auxiliary loss and both recalls of every run over the steps; the mean over layers, and each layer
-    thin."""
-    panels = figure.subplots(1, 3)
-    for run, colour in zip(content["results"], COLOURS, strict=True):
-        losses = [(step["step"], step["auxiliary_loss"]) for step in run["steps"] if step["auxiliary_loss"]]
-        _draw_layers(panels[0], losses, colour)
-        for axes, recall in zip(panels[1:], RECALLS, strict=True):
-            by_layer = [
-                (probe["step"], {one["layer"]: one[recall] for one in probe["layers"]}) for probe in run["probes"]
-            ]
-            end = _draw_layers(axes, by_layer, colour)
-        name(panels[2], run["recipe"].removeprefix("distill-"), end, colour)
-    panels[0].set_yscale("log")
-    for axes, label in zip(panels, ("KL divergence of the gates, nats", *RECALLS.values()), strict=True):
-        axes.set_ylabel(label)
-        axes.set_xlabel("step (dashed: the gates select)")
-        for stage in content["results"][0]["stages"][1:]:
-            axes.axvline(stage["first_step"], color=INK, lw=0.8, ls="--")
-    for axes in panels[1:]:
-        axes.set_ylim(0, 1)
-
-
-def _draw_layers(axes: Axes, values: list[tuple[int, dict[Any, float]]], colour: str) -> tuple[float, float]:
-    """Draw (step, value by layer) pairs; returns the end of the mean's curve."""
-    for layer in sorted({layer for _, by_layer in values for layer in by_layer}):
-        here = [(step, by_layer[layer]) for step, by_layer in values if layer in by_layer]
-        axes.plot(*zip(*here, strict=True), color=colour, alpha=0.2, lw=0.6)
-    means = [(step, statistics.mean(by_layer.values())) for step, by_layer in values]
-    axes.plot(*zip(*means, strict=True), color=colour, lw=1.8)
-    return means[-1]
 
 
 if __name__ == "__main__":

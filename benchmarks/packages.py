@@ -3,7 +3,7 @@ milliseconds.
 
     python -m benchmarks.packages --output benchmarks/results/packages-h200.json
 
-Full attention at 8K and 32K tokens, MoBA composed of calls of a varlen kernel, RMS norms, a feed-forward layer in FP8,
+Full attention at 8K and 32K tokens, MoBA composed of calls of a varlen kernel, a feed-forward layer in FP8,
 and the optimizer's step of a 1B model (as `benchmarks.optimizers` times it). Forward and backward passes are timed
 together. Each implementation's results are compared with the first one's of its table; one that cannot run here is
 listed with the reason. On a CPU sizes are small, and only that it runs is of interest.
@@ -27,11 +27,9 @@ from benchmarks.timing import milliseconds
 from moba_train.attention.kernels import varlen
 from moba_train.attention.layout import packed_layout
 from moba_train.config.precision import PrecisionConfig
-from moba_train.mechanisms.apex_norms import ApexRMSNorm
 from moba_train.model.feed_forward import FeedForward
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.float8 import convert_linears, float8_problem
-from moba_train.parallel.fsdp import use_norms
 
 Call = Callable[[], Sequence[Tensor]]
 """Forward and backward pass: outputs and gradients, in the same order for every implementation of a table."""
@@ -84,20 +82,6 @@ def only_kernel(kernel: type[varlen.VarlenKernel]) -> Iterator[None]:
         yield
     finally:
         varlen.KERNELS = usual
-
-
-def norms(tokens: int, device: str) -> Iterator[tuple[str, Call]]:
-    """An RMS norm in bf16, of hidden size 4096 on a GPU."""
-    width = 4096 if device == "cuda" else 64
-    x, gradient = random_tensors(device, (tokens, width), (tokens, width))
-    for name in ("torch", "torch, compiled", "apex"):
-        if reason := ApexRMSNorm.problem(device) if name == "apex" else _no_compiler(name, device):
-            yield name, left_out(reason)
-            continue
-        module = nn.Sequential(nn.RMSNorm(width, 1e-5)).to(device, torch.bfloat16)
-        if name == "apex":
-            use_norms(module, "apex")
-        yield name, differentiated(torch.compile(module) if name == "torch, compiled" else module, x, gradient)
 
 
 def feed_forward(tokens: int, device: str) -> Iterator[tuple[str, Call]]:
@@ -199,8 +183,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = {"full attention": [8192, 32768], "MoBA 512/3": [32768], "RMS norm": [16384], "feed-forward": [8192]}
-    kinds = {"full attention": dense_attention, "MoBA 512/3": moba, "RMS norm": norms, "feed-forward": feed_forward}
+    sizes = {"full attention": [8192, 32768], "MoBA 512/3": [32768], "feed-forward": [8192]}
+    kinds = {"full attention": dense_attention, "MoBA 512/3": moba, "feed-forward": feed_forward}
     settings = {"budget": arguments.budget, "steps": arguments.steps, "device": device}
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for kind, lengths in sizes.items():

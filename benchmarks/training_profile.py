@@ -13,20 +13,27 @@ GPU memory and Python's garbage collection. The profiler itself slows the host d
 import argparse
 import gc
 import json
+import os
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import step_trace
-from benchmarks.own_rank import own_rank, parse
+from benchmarks.options import need_gpus
 from benchmarks.record import markdown, save
 from benchmarks.step_trace import Kernel
 from benchmarks.timing import kernel_names
-from benchmarks.training_rows import Row
+from benchmarks.trainer_run import model_shape, write_corpus
+from benchmarks.training_rows import Row, parse_row
 from moba_train import train
 from moba_train.run.trainer import Trainer
 
@@ -95,21 +102,49 @@ def _synchronize() -> None:
 
 
 def main() -> None:
-    measure(*parse(__doc__, Row(steps=3)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-1b", help="a file of configs/models")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--row", default="8K:full", help="as in benchmarks.training")
+    parser.add_argument("--sequences-per-gpu", type=int, default=1)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    need_gpus(parser)
+    measure(parse_row(arguments.row, Row(steps=3)), arguments)
 
 
 def measure(row: Row, arguments: argparse.Namespace) -> None:
     """Train on this rank and profile it; rank 0 prints the tables of all ranks and saves them."""
-    with own_rank(row, arguments) as here:
-        recorder = Recorder(row, here.own / "trace.json")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    with _folder(rank, world) as folder:
+        own = folder / str(rank)
+        tokens = 2 * (row.warm + row.steps + 2) * row.sequences(world, arguments.sequences_per_gpu) * row.seq_len
+        write_corpus(own / "corpus", tokens, model_shape(arguments.model)["vocab_size"], row.documents)
+        sizes = (arguments.sequences_per_gpu, arguments.layers)
+        recipe = row.recipe(arguments.model, own / "corpus", folder / "run", world, *sizes)
+        (own / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        recorder = Recorder(row, own / "trace.json")
         recorder.install()
-        if code := train.main([str(here.recipe), *row.overrides]):
+        if code := train.main([str(own / "recipe.yaml"), *row.overrides]):
             raise SystemExit(code)
         ours = kernel_names() if torch.cuda.is_available() else set()
-        _write(here.own / "summary.json", summary(recorder, ours))
-        if here.rank == 0:
-            every = [_read(here.folder / str(rank) / "summary.json") for rank in range(here.world)]
-            report(every, row, arguments)
+        _write(own / "summary.json", summary(recorder, ours))
+        if rank == 0:
+            report([_read(folder / str(other) / "summary.json") for other in range(world)], row, arguments)
+
+
+@contextmanager
+def _folder(rank: int, world: int) -> Iterator[Path]:
+    """A temporary folder that all ranks share, with a folder for each, named by its rank; rank 0 removes it."""
+    # Every rank has the same corpus in a folder of its own; rank 0's run folder holds for all. The name has the process
+    # that all ranks have in common, torchrun's, so that one that was killed is not in the way of the next.
+    folder = Path(tempfile.gettempdir()) / f"own-rank-{os.getppid() if world > 1 else os.getpid()}"
+    (folder / str(rank)).mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def summary(recorder: Recorder, ours: set[str]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from moba_train.data.loss_mask import byte_of_weight, mask_prefix
 from moba_train.data.tokenizer import tokenizer_file, tokenizer_hash
 from moba_train.errors import DataError
 from moba_train.tools.chat.control_tokens import decode, encode
-from moba_train.tools.chat.template import Conversation, SplitConversation, Template, TemplateSegment, texts
+from moba_train.tools.chat.load import Template
+from moba_train.tools.chat.template import Conversation, SplitConversation, TemplateSegment, texts
 from moba_train.tools.text_tokenizer import TextTokenizer, load_text_tokenizer
 
 MARKER = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<(?:start|end)_of_[a-z]+>|\[/?INST\]")

@@ -33,7 +33,7 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 
-NOT_SEARCHED = re.compile(r"benchmarks/|experiments/|CHANGELOG|docs/explanation/attention-path")
+NOT_SEARCHED = re.compile(r"benchmarks/|experiments/|CHANGELOG")
 """Pages that hold evidence. They would bury what a search is for."""
 
 

@@ -90,7 +90,6 @@ retriever)
     ;;
 gates)
     "$PYTHON" -m benchmarks.gate_distillation --runs "$folder/gates" --output "$folder/gates.json"
-    "$PYTHON" -m benchmarks.pictures gate-distillation --results "$folder/gates.json" --output "$folder/gates.svg"
     ;;
 finish)
     "$PYTHON" -m benchmarks.smollm2_evaluate "$folder/run" --output "$folder/loss.json"

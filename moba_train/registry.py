@@ -146,8 +146,6 @@ OPTIMIZERS: Registry[Any] = Registry("moba_train.optimizers", "optimizer", ("Opt
 """Objects `optim.spec.OptimizerSpec`."""
 ADAMW_KERNELS: Registry[Any] = Registry("moba_train.adamw_kernels", "kernel of AdamW", ("problem", "state_device"))
 """Subclasses of `mechanisms.adamw.kernel.KernelAdamW`."""
-NORMS: Registry[Any] = Registry("moba_train.norms", "implementation of RMS norms", ("problem", "forward"))
-"""Subclasses of `torch.nn.RMSNorm`, whose `problem(device)` says why one cannot run there."""
 OBJECTIVES: Registry[Any] = Registry("moba_train.objectives", "objective", ("Options", "prepare", "of_chunk"))
 """Subclasses of `model.objective.Objective`."""
 ADAPTERS: Registry[Any] = Registry("moba_train.adapters", "adapter", ("Options", "problems", "check"))

@@ -26,7 +26,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 def from_json(text: str) -> Any:
     """The value in `text`, with numbers for the strings of `to_json`, and also for the bare words that Python's json
-    writes, as earlier versions did. Raises ValueError when `text` is not JSON, RecursionError when nested too deeply.
+    writes. Raises ValueError when `text` is not JSON, RecursionError when nested too deeply.
     """
     value = json.loads(text)
     return _replaced(value, lambda found: NAMED_NUMBERS.get(found, found)) if _NAMED.search(text) else value

@@ -4,10 +4,12 @@ one that transformers runs with MoBA, here with a tiny model and short sequences
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from moba_train.config.load import load_config
@@ -66,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(folder)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("COLUMNS", "200")
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # test_resume.py takes C++ code
         yield folder
 
 

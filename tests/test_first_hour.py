@@ -5,7 +5,6 @@ outputs that it holds are those of one run, small, and name no machine.
 """
 
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests import warm_commands
+from tests.forked import forked
 from tests.guide import ROOT
 
 NOTEBOOK = ROOT / "docs" / "tutorials" / "first_hour.ipynb"
@@ -34,23 +35,24 @@ SHORTENED = {
 
 
 @contextmanager
-def warm_commands(folder: Path) -> Iterator[Path]:
+def commands(folder: Path) -> Iterator[Path]:
     """A folder of the two commands, as forks of one process that has imported them; they train on one rank."""
-    program, address = ROOT / "tests" / "warm_commands.py", folder / "warm"
+    program, address = warm_commands.__file__, folder / "warm"
     for name in ("moba-train", "moba-data"):
         command = folder / "bin" / name
         command.parent.mkdir(exist_ok=True)
         command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -SE "{program}" "{address}" {name} "$@"\n')
         command.chmod(0o755)
-    server = subprocess.Popen([sys.executable, str(program), str(address)])
+    server = forked().Process(target=warm_commands.serve, args=(str(address),))
+    server.start()
     try:
         while not address.exists():
-            assert server.poll() is None
+            assert server.is_alive()
             time.sleep(0.05)
         yield folder / "bin"
     finally:
         server.kill()
-        server.wait()
+        server.join()
 
 
 def printed(notebook: nbformat.NotebookNode) -> str:
@@ -106,14 +108,13 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert cell.source.count(ours) == 1
         cell.source = cell.source.replace(ours, fewer)
 
-    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))  # the kernel is this Python, not a user's
-
-    with warm_commands(tmp_path) as programs:
+    with commands(tmp_path) as programs:  # before the environment is this test's: other tests have the same fork server
         monkeypatch.setenv("PATH", str(programs), prepend=":")
+        monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+        monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))  # the kernel is this Python, not a user's
         NotebookClient(notebook, kernel_name="python3", timeout=300, coalesce_streams=True).execute()
     check_outputs(notebook)
     (folder,) = tmp_path.glob("first-hour-*")

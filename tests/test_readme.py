@@ -128,7 +128,7 @@ def test_its_recipe_trains_as_the_rows_of_its_table_did(tmp_path: Path, monkeypa
     users, measured = (load_config(f"{name}.yaml") for name in ("recipe", "row"))
     for key in (
         "compile", "activation_checkpointing", "activation_offload", "micro_batch_size", "precision", "deterministic",
-        "norm_implementation", "memory", "loss_norm",
+        "memory", "loss_norm",
     ):  # fmt: skip
         assert getattr(users, key) == getattr(measured, key), key
     assert users.optim.model_copy(update={"lr": measured.optim.lr}) == measured.optim

@@ -147,6 +147,7 @@ def test_a_wheel_alone_runs_the_quick_start_of_the_guide(built: Path, tmp_path: 
     for program, *arguments in commands(quick_start):
         done([str(programs / program), *arguments, *(SMALL if arguments[0] == "train" else [])], folder)
     run = folder / "runs" / "quickstart"
-    assert list((run / "checkpoints").glob("step_*6"))
+    (checkpoint,) = (run / "checkpoints").glob("step_*6")
+    assert len([*checkpoint.glob("rank_?_0.safetensors")]) == 2, "each rank saves its part"
     assert list((run / "evaluations").glob("*.json"))
     assert (run / "report.html").is_file()

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,11 @@ WORDS = re.compile(
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "integrations").rglob("*.md")),
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "attention-path.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 """Pages that users read."""
-PAGE_WORDS = re.compile(WORDS.pattern + r"|\bof (its|their) own\b", re.IGNORECASE)
+PAGE_WORDS = re.compile(WORDS.pattern + r"|\bof (its|their) own\b|[<>]{7}", re.IGNORECASE)
+"""The words, and what a conflict of a merge leaves."""
 MOST_WORDS = 35
 """Most words of a sentence on a page."""
 MOST_FAULTS = 0
@@ -39,8 +41,13 @@ MOST_LINES = 500
 """Most lines of a file."""
 
 
+@cache
+def written(path: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """(line, text) of every docstring, those of attributes included, and of every comment."""
+    return [*docstrings(path)], [*comments(path)]
+
+
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of every docstring, those of attributes included."""
     for node in ast.walk(ast.parse(path.read_text())):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
@@ -50,7 +57,6 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def comments(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of every comment."""
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
@@ -66,9 +72,9 @@ def is_core(path: Path) -> bool:
 
 @pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_begin_with_a_noun_or_a_verb_in_the_words_of_the_field(path: Path) -> None:
-    openings = [(line, text.splitlines()[0]) for line, text in docstrings(path) if OPENINGS.match(text)]
-    assert openings == []
-    prose = [(line, " ".join(text.split())) for line, text in (*docstrings(path), *comments(path))]
+    strings, remarks = written(path)
+    assert [(line, text.splitlines()[0]) for line, text in strings if OPENINGS.match(text)] == []
+    prose = [(line, " ".join(text.split())) for line, text in strings + remarks]
     words = [(line, found[0]) for line, text in prose for found in WORDS.finditer(text)]
     assert words == []
 
@@ -118,7 +124,7 @@ def test_the_files_that_docstrings_and_comments_name_are_there() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     ends = {path[at:] for path in listed for at in (0, *(found.end() for found in re.finditer("/", path)))}
     named = re.compile(r"(?<![\w/.])(?:\.\./)*([\w/-]+\.(?:py|md)|[\w/-]+-h[12]00[\w-]*\.json)\b")
-    prose = [(path, line, text) for path in PROSE for line, text in (*docstrings(path), *comments(path))]
+    prose = [(path, line, text) for path in PROSE for part in written(path) for line, text in part]
     found = [(path.name, line, name[1]) for path, line, text in prose for name in named.finditer(text)]
     assert len(found) > 100
     assert [place for place in found if place[2] not in ends] == [], "moved, or renamed?"

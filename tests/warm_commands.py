@@ -1,12 +1,14 @@
 """`moba-train` and `moba-data` as forks of one process that has imported them: importing takes a command longer than
 most of what tests have it do.
 
-python warm_commands.py SOCKET                        the process that imports, until it is killed
-python -SE warm_commands.py SOCKET NAME ARGUMENT...   a command in its own folder, with its own environment and files
+`serve` is called in a fork of the process that has imported them, which answers until it is killed.
+`python -SE warm_commands.py SOCKET NAME ARGUMENT...` asks for a command in its own folder, with its own environment and
+files.
 
 Training is on one rank.
 """
 
+import gc
 import json
 import os
 import re
@@ -20,10 +22,13 @@ from collections.abc import Callable
 def serve(address: str) -> None:
     """Fork a command for each connection."""
     import data_tools.cli
+    import moba_train.attention.moba
     import moba_train.resolve.plan
     import moba_train.tools.cli
     import moba_train.tools.convert.hf  # what the commands import late
     import moba_train.train
+
+    gc.freeze()
 
     def train() -> None:
         """On one rank; torchrun would import all this again, twice."""
@@ -83,6 +88,4 @@ def ask(address: str, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[2:]:
-        sys.exit(ask(sys.argv[1], sys.argv[2:]))
-    serve(sys.argv[1])
+    sys.exit(ask(sys.argv[1], sys.argv[2:]))

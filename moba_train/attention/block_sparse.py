@@ -118,10 +118,6 @@ class GivenBlocks(LocalAttention, TakesSelection, Probed):
         self.blocks = BlockAttention(block_size, head_dim**-0.5, backend, key)
         self.choice = Choice(block_size, history_blocks + 1, first, local)
 
-    def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
-        """Nothing: the caller has looked at the keys."""
-        return None
-
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
         """Refused: blocks are given (`given_selection`)."""
         raise RuntimeError("GivenBlocks selects nothing by itself: call Shard.attend with the selected blocks")

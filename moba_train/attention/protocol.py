@@ -82,22 +82,22 @@ class LocalAttention(Handled, ABC):
 
     facts: AttentionFacts = AttentionFacts()
 
-    @abstractmethod
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor | None:
-        """Summary of the keys for `select`, [units, K, ...], or None. Carries no gradient.
+        """Summary of the keys for `select`, [units, K, ...], or None, the default. Carries no gradient.
 
         One row for every unit of the packed sequence, in its order, zero for units of which no key is given: the sum of
         what holders of different units compute is the summary of the sequence. Key/value heads do not mix, here or
         below: a slice of them is the summary of that slice.
         """
+        return None
 
-    @abstractmethod
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """Decide, for each query, what it attends to, given all summaries."""
+        """Decide, for each query, what it attends to, given all summaries. By default nothing is decided."""
+        return ()
 
-    @abstractmethod
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined: for torch.compile's tracing."""
+        return ()
 
     @abstractmethod
     def attend(

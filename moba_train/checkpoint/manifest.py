@@ -27,9 +27,6 @@ from moba_train.output_files import write_new
 from moba_train.strict_json import from_json, to_json
 
 FORMAT_VERSION = 2
-PICKLED_VERSION = 1
-"""The format of version 0.1.0 until November 2026: an index and tensors in pickles, which only `moba-train convert
-checkpoints` reads."""
 MANIFEST = "manifest.json"
 META = "meta.json"
 
@@ -73,10 +70,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_new(path, text)
 
 
-def read_meta(path: Path, version: int = FORMAT_VERSION) -> dict[str, Any]:
+def read_meta(path: Path) -> dict[str, Any]:
     """The meta (a JSON object) that checkpoint `path` was saved with, read only after its bytes agree with the
     manifest. Raises CheckpointError when meta or manifest is damaged, UnreadableError when it could not be read."""
-    return _parse_small(path / META, read_verified(path, META, read_manifest(path, version), JSON_BYTES))
+    return _parse_small(path / META, read_verified(path, META, read_manifest(path), JSON_BYTES))
 
 
 def read_verified(path: Path, name: str, files: Mapping[str, FileEntry], limit: int) -> bytes:
@@ -97,22 +94,15 @@ def read_verified(path: Path, name: str, files: Mapping[str, FileEntry], limit: 
     return content
 
 
-def read_manifest(path: Path, version: int = FORMAT_VERSION) -> dict[str, FileEntry]:
+def read_manifest(path: Path) -> dict[str, FileEntry]:
     """The files of checkpoint `path`, by name. Raises CheckpointError when its manifest is missing, damaged or of
-    another step than the folder's name, UnreadableError when it could not be read or is of an earlier version, which is
-    no damage."""
+    another format or of another step than the folder's name, UnreadableError when it could not be read."""
     file = path / MANIFEST
-    manifest = _manifest(path)
+    manifest = _parse_small(file, read_file(file, JSON_BYTES))
     found = manifest.get("format_version")
-    if type(found) is not int or found != version:
-        if type(found) is int and found == PICKLED_VERSION:
-            run = path.parent.parent if path.parent.name == "checkpoints" else path
-            raise UnreadableError(
-                f"{path} is a checkpoint of an earlier version, with pickles in it, which are read only once: "
-                f"moba-train convert checkpoints {run}"
-            )
+    if type(found) is not int or found != FORMAT_VERSION:
         raise CheckpointError(
-            f"{file}: format_version is {reprlib.repr(found)}, this version of moba_train reads {version}"
+            f"{file}: format_version is {reprlib.repr(found)}, this version of moba_train reads {FORMAT_VERSION}"
         )
     step = manifest.get("step")
     named = STEP_FOLDER.fullmatch(path.name)
@@ -133,11 +123,6 @@ def read_manifest(path: Path, version: int = FORMAT_VERSION) -> dict[str, FileEn
     return files
 
 
-def format_version(path: Path) -> Any:
-    """Format of checkpoint `path`, by its manifest. Raises as `read_manifest`."""
-    return _manifest(path).get("format_version")
-
-
 def check_sizes(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, FileEntry]:
     """Compares the size of every file with the manifest, which is returned. With `ranks` > 1, only every `ranks`-th
     file is looked at, beginning with number `rank`.
@@ -149,14 +134,14 @@ def check_sizes(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, FileEntr
     return files
 
 
-def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1, version: int = FORMAT_VERSION) -> dict[str, FileEntry]:
+def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, FileEntry]:
     """Reads every byte and compares with the manifest, which is returned. With `ranks` > 1, only every `ranks`-th file
     is looked at and read, beginning with number `rank`.
 
     Raises CheckpointError naming each damaged or missing file, UnreadableError when none of them is damaged but some
     could not be read.
     """
-    files = read_manifest(path, version)
+    files = read_manifest(path)
     own = _own_part(files, rank, ranks)
     damaged, unread = _size_problems(path, own)
     readable = own.keys() - damaged.keys() - unread.keys()
@@ -182,10 +167,6 @@ def listed(problems: dict[str, str]) -> str:
 
 
 _OTHER_HASH = "its SHA-256 is not the manifest's"
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    return _parse_small(path / MANIFEST, read_file(path / MANIFEST, JSON_BYTES))
 
 
 def _other_size(size: int, entry: FileEntry) -> str:

@@ -131,20 +131,14 @@ def clean_up(folder: Path) -> None:
     next start.
     """
     for path in folder.glob(f"{_REPLACED}step_*"):
-        if not restore(folder / path.name.removeprefix(_REPLACED)):
+        replacement = folder / path.name.removeprefix(_REPLACED)
+        if replacement.exists():
             remove(path)
-    for path in folder.glob(f"{_TEMPORARY}step_*"):  # nothing else: `convert checkpoints` may be given any folder
+        else:
+            path.rename(replacement)
+    for path in folder.glob(f"{_TEMPORARY}step_*"):
         remove(path)
     remove_leftovers(folder)
-
-
-def restore(path: Path) -> bool:
-    """Puts back checkpoint `path` if it has gone because a killed process was replacing it. Returns true if so."""
-    replaced = path.with_name(_REPLACED + path.name)
-    if path.exists() or not replaced.exists():
-        return False
-    replaced.rename(path)
-    return True
 
 
 def remove(path: Path) -> None:

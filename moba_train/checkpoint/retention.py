@@ -57,7 +57,7 @@ def read_entries(path: Path, key: str, kind: type[Entry]) -> list[Entry]:
     try:
         content = from_json(read_foreign(path, SMALL_FILE_BYTES, links=False).decode())
         values = content[key]
-        if content.get("sha256", _sha256(values)) != _sha256(values):  # earlier versions wrote none
+        if content.get("sha256") != _sha256(values):
             raise ValueError("its content does not have its sha256: it is damaged, or was edited")
         return TypeAdapter(list[kind]).validate_python(values)  # type: ignore[valid-type]  # known at run time
     except FileNotFoundError:

@@ -2,9 +2,10 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, PositiveFloat, ValidationError, field_validator, model_validator
 
 from moba_train.config.base import Length, OpenSection, Section
+from moba_train.config.explain import explain
 from moba_train.config.layers import PATTERNS, LayerPattern, by_layer, layer_ids, plain_keys
 from moba_train.registry import FEED_FORWARDS
 
@@ -57,17 +58,25 @@ class RopeConfig(LayerRope):
     nothing: no positional embedding (Kazemnejad et al. 2023, arXiv:2305.19466).
     """
 
-    overrides: dict[int | str, dict[str, Any]] = Field(
-        {}, description="layer id or pattern, such as every:4 -> keys of rope with other values there: {kind: nope}"
+    overrides: dict[int | str, dict[str, Any] | None] = Field(
+        {},
+        description="layer id or pattern, such as every:4 -> keys of rope with other values there: {kind: nope}; ids "
+        "win over patterns, later patterns over earlier ones; null takes back what an extended recipe gives",
     )
 
     _plain_keys = field_validator("overrides", mode="before")(plain_keys)
 
     @field_validator("overrides")
     @classmethod
-    def _check_keys(cls, overrides: dict[int | str, dict[str, Any]]) -> dict[int | str, dict[str, Any]]:
-        for values in overrides.values():
-            LayerRope.model_validate(values)
+    def _check_keys(cls, overrides: dict[int | str, dict[str, Any] | None]) -> dict[int | str, dict[str, Any] | None]:
+        problems: list[str] = []
+        for layer, values in overrides.items():
+            try:
+                LayerRope.model_validate(values or {})
+            except ValidationError as error:
+                problems += [f"{layer}.{problem}" for problem in explain(error, LayerRope)]
+        if problems:
+            raise ValueError("; ".join(problems))
         return overrides
 
     def by_layer(self, layers: int) -> list[LayerRope]:
@@ -111,8 +120,8 @@ class ModelConfig(OpenSection):
     centered_norms: bool = Field(False, description="norms multiply by 1 + their weight, which begins at 0 (Gemma)")
     activation: Literal["silu", "gelu_tanh", "clamped"] = Field(
         "silu",
-        description="of the gated feed-forward; clamped: min(gate, 7) sigmoid(1.702 gate) (up + 1), with up within +-7 "
-        "(MiniMax-M3)",
+        description="of dense layers' gated feed-forward; clamped: min(gate, 7) sigmoid(1.702 gate) (up + 1), with up "
+        "within +-7 (MiniMax-M3)",
     )
     embedding_scale: float = Field(1.0, gt=0, description="factor on embeddings")
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; null: head_dim ** -0.5")

@@ -10,14 +10,14 @@ from moba_train.config.base import Length, OpenSection, Section, TokenBudget
 from moba_train.config.checkpoint import CheckpointConfig
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
-from moba_train.config.explain import no_credentials, one_of
+from moba_train.config.explain import no_credentials
 from moba_train.config.health import HealthConfig
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import MOST_RATE, AdaptersConfig, OptimConfig, ScheduleConfig
 from moba_train.config.parallel import ContextParallelConfig, ParallelConfig
 from moba_train.config.precision import MemoryConfig, PrecisionConfig
 from moba_train.config.telemetry import TelemetryConfig
-from moba_train.registry import ATTENTION_KINDS, NORMS, OBJECTIVES
+from moba_train.registry import ATTENTION_KINDS, OBJECTIVES
 
 
 class TrailingLossRecovered(Section):
@@ -122,9 +122,6 @@ class RunConfig(Section):
     stages: list[StageConfig] = Field(min_length=1, description="stages of training, in their order")
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    norm_implementation: Annotated[str, AfterValidator(lambda name: one_of(name, ["torch", *NORMS]))] = Field(
-        "torch", description="of RMS norms; apex: the kernel of NVIDIA apex's FusedRMSNorm, on a GPU, without tp"
-    )
     activation_checkpointing: Literal["budget", "none", "selective", "full"] = Field(
         "budget",
         description="what the forward pass keeps for the backward pass, which recomputes the rest; none: everything is "

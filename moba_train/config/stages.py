@@ -111,7 +111,8 @@ def merge_rope(base: RopeConfig, over: RopeConfig | None, seq_len: int) -> RopeC
     """`over` laid on `base`: only keys that `over` sets explicitly win, so that `pi` keeps the model's `theta`. Of a
     stage with sequences of `seq_len`."""
     rope = base if over is None else base.model_copy(update=over.model_dump(exclude_unset=True))
-    has_length = rope.kind != "longrope" or rope.seq_len is not None
+    kinds = {rope.kind, *(own.get("kind") for own in rope.overrides.values() if own)}
+    has_length = "longrope" not in kinds or rope.seq_len is not None
     return rope if has_length else rope.model_copy(update={"seq_len": seq_len})
 
 

@@ -1,8 +1,8 @@
 """The section `telemetry`: where metrics and events go."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moba_train.config.base import OpenSection, Section
 from moba_train.registry import TELEMETRY_SINKS
@@ -34,15 +34,3 @@ class TelemetryConfig(OpenSection):
         "installed (`pip install 'plotly>=6'`)",
     )
     wandb: WandbConfig = WandbConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_plots(cls, value: Any) -> Any:
-        """Read `plots`, the former name of `report`. Recipes in checkpoints of before 30 November 2026 hold it, as true
-        if the user had not set it."""
-        if not isinstance(value, dict) or "plots" not in value:
-            return value
-        if "report" in value:
-            raise ValueError("plots and report are given, but plots is the former name of report; remove plots")
-        renamed = {"report" if key == "plots" else key: given for key, given in value.items()}
-        return renamed | {"report": "auto"} if renamed["report"] is True else renamed

@@ -109,14 +109,15 @@ class LoraLinear(nn.Linear):
 
 
 def row_norms(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms of the rows of W and of those of W + B A, [O], in float32 or wider, without a matrix of the size of W."""
+    """Norms of the rows of W and of those of W + B A, [O], in float32 or wider, without a matrix of the size of W. The
+    latter are above 0, so that a row of zeros, as in layers that were added to a model, stays one."""
     wide = torch.promote_types(weight_OI.dtype, torch.float32)
     before_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide)
     crossed_Or = (weight_OI @ a_rI.mT).to(wide)
     a_rI = a_rI.to(wide)
     b_Or = b_Or.to(wide)
     added_O = ((2 * crossed_Or + b_Or @ (a_rI @ a_rI.mT)) * b_Or).sum(1)
-    return before_O, (before_O.square() + added_O).clamp(min=0).sqrt()
+    return before_O, (before_O.square() + added_O).clamp(min=torch.finfo(wide).tiny).sqrt()
 
 
 def merged(weight_OI: Tensor, adapters: Mapping[str, Tensor], options: LoraOptions) -> Tensor:
@@ -125,7 +126,7 @@ def merged(weight_OI: Tensor, adapters: Mapping[str, Tensor], options: LoraOptio
     sum_OI = weight_OI.double() + options.scaling * (adapters[B].double() @ adapters[A].double())
     if options.use_dora:
         magnitude_O = weight_OI.double().norm(dim=1) + adapters[CHANGE].double()
-        sum_OI *= (magnitude_O / sum_OI.norm(dim=1))[:, None]
+        sum_OI *= (magnitude_O / sum_OI.norm(dim=1).clamp(min=torch.finfo(sum_OI.dtype).tiny))[:, None]
     return sum_OI.to(weight_OI.dtype)
 
 

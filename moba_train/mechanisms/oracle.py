@@ -63,18 +63,6 @@ class IdealAttention(LocalAttention):
         kind = GivenBlocks if moba else ShortBlocks
         self.blocks = kind(options.block_size, options.topk - 1, head_dim, "auto", "attention.oracle")
 
-    def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
-        """Nothing: the selection looks at each key."""
-        return None
-
-    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """Nothing: `attend` selects, as it has the keys."""
-        return ()
-
-    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
-        """Nothing, as `select`."""
-        return ()
-
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:

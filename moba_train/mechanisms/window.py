@@ -143,18 +143,6 @@ class WindowAttention(LocalAttention):
         self.backend = backend
         self.cap = cap
 
-    def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
-        """Nothing: a window selects nothing."""
-        return None
-
-    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """Nothing: the window follows from the tokens' positions."""
-        return ()
-
-    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
-        """Nothing, as `select`."""
-        return ()
-
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:

@@ -32,12 +32,12 @@ def rope_frequencies(config: LayerRope, head_dim: int, device: torch.device | st
     return frequencies * (config.kind != "nope")
 
 
-def longrope_problems(config: LayerRope, head_dim: int, path: str) -> Iterator[str]:
+def longrope_problems(config: LayerRope, head_dim: int) -> Iterator[str]:
     """Lists of longrope that have not one factor for each frequency."""
     count = int(head_dim * config.fraction) // 2
     for key, factors in (("short_factors", config.short_factors), ("long_factors", config.long_factors)):
         if config.kind == "longrope" and len(factors) != count:
-            yield f"{path}.{key}: given {len(factors)} numbers; allowed: {count}, one for each frequency of a head"
+            yield f"{key}: given {len(factors)} numbers; allowed: {count}, one for each frequency of a head"
 
 
 def attention_factor(config: LayerRope) -> float:

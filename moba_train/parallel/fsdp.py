@@ -34,7 +34,6 @@ from moba_train.parallel.transfers import (
     ExchangedGradients,
     gathered_bytes,
 )
-from moba_train.registry import NORMS
 from moba_train.torch_private import dynamo_config, move_hooks
 
 
@@ -46,8 +45,6 @@ class Computation:
     """Dtype of matrix products and activations; weights, gradients and optimizer state are float32."""
     precision: PrecisionConfig
     """Precision of linear layers, which may multiply in FP8."""
-    norms: str
-    """Implementation of RMS norms."""
     compiled: bool
     """True: by torch.compile, block by block."""
 
@@ -70,13 +67,6 @@ class ModelSetup:
     def shape(self) -> ModelConfig:
         """The shape of the Transformer."""
         return self.spec.config
-
-
-def use_norms(model: nn.Module, implementation: str) -> None:
-    """Compute all RMS norms of `model` by a registered implementation, in place. Parameters stay the same ones."""
-    for module in model.modules():
-        if type(module) is nn.RMSNorm:
-            module.__class__ = NORMS[implementation]
 
 
 COMPILED_FORMS = 64
@@ -139,8 +129,6 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
         convert_linears(model, computation.precision)
         if compiled:
             compile_for_float8(computation.precision)
-    if computation.norms != "torch":
-        use_norms(model, computation.norms)
     wrap_blocks(model, compiled)
     if dims.tp_mesh is not None:
         apply_tensor_parallel(model, dims.tp_mesh)

@@ -19,6 +19,7 @@ from moba_train.config.parallel import ParallelConfig
 from moba_train.config.precision import MemoryConfig, PrecisionConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import ALL_PARAMETERS, Stage, merge_rope
+from moba_train.errors import named_layers
 from moba_train.memory.devices import Device
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.rope import longrope_problems
@@ -27,7 +28,7 @@ from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.optim.spec import is_trainable
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
-from moba_train.registry import ADAPTERS, FEED_FORWARDS, NORMS, OBJECTIVES
+from moba_train.registry import ADAPTERS, FEED_FORWARDS, OBJECTIVES
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import corpus_problems, length_problems, tokenizer_problems, vocabulary_problems
 from moba_train.resolve.evaluations import (
@@ -67,13 +68,12 @@ def part_problems(
         model, config.attention, config.stages, parallel, here, config.deterministic, allow_idle, training
     )
     problems = [
-        *_model_problems(model),
+        *_model_problems(model, allow_idle),
         *_rope_problems(model.rope, model, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
         *_objective_problems(config),
         *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
         *_precision_problems(config.precision, parallel, config.compile, here, device),
-        *_norm_problems(config.norm_implementation, parallel.tp, here),
         *_optimizer_problems(config.optim, here if training else None),
         *OPTIMIZERS[config.optim.kind].problems(config),
         *_adapter_problems(config),
@@ -162,7 +162,7 @@ def _feed_forward_problems(config: RunConfig, shards: int | None, here: str | No
     for name, options in given.items():
         for problem in FEED_FORWARDS[name].parallel.problems(options, config, shards, here):
             yield problem.removeprefix(".") if problem.startswith(".") else f"model.{name}.{problem}"
-    if config.parallel.ep > 1 and not given:
+    if config.parallel.ep > 1 and not any(map(config.model.feed_forward, range(config.model.layers))):
         yield f"parallel.ep: given {config.parallel.ep}, but the model has no experts; set 1, or give model.moe"
 
 
@@ -251,7 +251,12 @@ def _folder_problems(run_dir: str, fallback_dir: str | None) -> Iterator[str]:
             yield f"{key}: given {given!r}, which {what}; allowed: a folder, which is made if need be"
 
 
-def _model_problems(model: ModelConfig) -> Iterator[str]:
+def _model_problems(model: ModelConfig, allow_idle: bool) -> Iterator[str]:
+    if not allow_idle and model.activation != "silu" and all(map(model.feed_forward, range(model.layers))):
+        yield (
+            f"model.activation: given {model.activation!r}, but all layers have experts, which compute silu or what "
+            "model.moe.clamp says; set silu"
+        )
     if model.heads % model.kv_heads:
         fits = allowed_divisors(model.heads)
         yield f"model.kv_heads: given {model.kv_heads}, which does not divide heads {model.heads}; {fits}"
@@ -313,14 +318,6 @@ def _precision_problems(
                 yield f"{given} with {key}: {str(value).lower()}; allowed: {needed}, or implementation: torchao"
 
 
-def _norm_problems(implementation: str, tp: int, here: str | None) -> Iterator[str]:
-    given = f"norm_implementation: given {implementation!r}"
-    if implementation != "torch" and here is not None and (reason := NORMS[implementation].problem(here)):
-        yield f"{given}, which cannot run: {reason}; set torch"
-    if implementation == "apex" and tp > 1:
-        yield f"{given} with parallel.tp: {tp}, whose norms are sharded by rows; set torch, or tp to 1"
-
-
 def _optimizer_problems(optim: OptimConfig, here: str | None) -> Iterator[str]:
     key = f"optim.implementation: given {optim.implementation!r}"
     if optim.kind != "adamw" and optim.implementation != "torch":
@@ -352,30 +349,40 @@ def _rope_problems(rope: RopeConfig, model: ModelConfig, path: str, allow_idle: 
     except ValueError as error:
         yield f"{path}.overrides: {error}"
         return
+    common = LayerRope.model_validate(rope.model_dump(exclude={"overrides"}))
     for one in dict.fromkeys(ropes):
-        yield from _layer_rope_problems(one, model.head_width, path, allow_idle)
+        own = [layer for layer, found in enumerate(ropes) if found == one]
+        where = f"{path}." if one == common else f"{path}.overrides: {named_layers(own)}: "
+        yield from (where + problem for problem in _layer_rope_problems(one, model.head_width, allow_idle))
 
 
-def _layer_rope_problems(rope: LayerRope, width: int, path: str, allow_idle: bool) -> Iterator[str]:
+def _layer_rope_problems(rope: LayerRope, width: int, allow_idle: bool) -> Iterator[str]:
+    """Problems of a layer's embedding, by its keys."""
     if rope.kind == "nope":  # in some layers, where the other keys are the others'
         return
+    turned = int(width * rope.fraction)
+    if rope.fraction < 1 and (turned < 2 or turned % 2):
+        yield (
+            f"fraction: given {rope.fraction:g}, with which {turned} dimensions of a head of width {width} turn; "
+            "allowed: an even number of them, at least 2"
+        )
     if rope.factor != 1 and rope.kind not in ("pi", "yarn", "llama3", "longrope"):
         yield (
-            f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn, llama3 "
+            f"factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn, llama3 "
             "or longrope, or factor: 1"
         )
     if rope.factor == 1 and rope.kind in ("pi", "yarn", "llama3") and not allow_idle:
         yield (
-            f"{path}.factor: given 1, with which kind {rope.kind!r} changes nothing; set the new length / the trained "
+            f"factor: given 1, with which kind {rope.kind!r} changes nothing; set the new length / the trained "
             "length, more than 1, or kind: none"
         )
     if rope.kind not in ("yarn", "llama3", "longrope"):
         return
     if rope.original_seq_len is None:
-        yield f"{path}.original_seq_len: missing; kind {rope.kind} needs the length that was trained before"
-    yield from longrope_problems(rope, width, path)
+        yield f"original_seq_len: missing; kind {rope.kind} needs the length that was trained before"
+    yield from longrope_problems(rope, width)
     if rope.kind != "longrope" and rope.fast_turns <= rope.beta_slow:
-        yield f"{path}.beta_fast: given {rope.fast_turns:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
+        yield f"beta_fast: given {rope.fast_turns:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
 
 
 def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
@@ -444,6 +451,9 @@ def _save_problems(
     every = checkpoint.every
     if every is None and reaction == "rollback":
         yield "health.spike.reaction: given 'rollback', which needs checkpoints; set checkpoint.every, which is null"
+    if every is None:
+        for name, *_ in checkpoint.asked_for():
+            yield f"checkpoint.{name}: given, but checkpoint.every is null; set it, or checkpoint.{name} to null"
     if not checkpoint.keep_best:
         return
     given = f"checkpoint.keep_best: given {checkpoint.keep_best}"

@@ -152,9 +152,7 @@ def resolve_unchecked(config: RunConfig) -> ResolvedRun:
     parts = pipeline_parts(config.model, config.parallel, stages, config.activation_checkpointing)
     data = config.data
     precision = config.precision
-    computation = Computation(
-        compute_dtype(precision, None), precision, config.norm_implementation, compiled=config.compile
-    )
+    computation = Computation(compute_dtype(precision, None), precision, compiled=config.compile)
     optim = config.optim
     memory = MemoryPolicy(
         checkpointing=config.activation_checkpointing,

@@ -77,7 +77,7 @@ class Progress:
     starts: dict[str, int] = field(default_factory=dict)
     """Tokens that were consumed before the current stage began, by stream (`StageData.stream_names`)."""
     logged_steps: int = 0
-    """Steps whose metrics were logged, as far as counted: runs of earlier versions counted none."""
+    """Steps whose metrics were logged."""
     run_id: str = ""
     """wandb's id, kept across restarts."""
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)

@@ -284,15 +284,11 @@ def fit_scaling(
     irreducible: Annotated[
         bool, typer.Option("--irreducible", help="fit L = c + a * C^b; needs five runs in a group")
     ] = False,
-    last_steps: Annotated[int, typer.Option(min=1, help="logged steps that `loss` is averaged over")] = 100,
-    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the bootstrap intervals")] = 0.95,
-    resamples: Annotated[int, typer.Option(min=100, max=1_000_000, help="samples of the bootstrap")] = 2000,
-    seed: Annotated[int, typer.Option(min=0, help="of the bootstrap: equal seeds give equal intervals")] = 0,
     output: Annotated[Path | None, typer.Option(help="folder for scaling.json and scaling.png")] = None,
 ) -> None:
     """Fit the loss of runs of different sizes as a power law of their compute, for each attention side by side.
 
-    C is in PFLOP/s-days. Intervals are bootstrap percentiles."""
+    C is in PFLOP/s-days. Intervals of 95 % are bootstrap percentiles."""
     from moba_train.tools.report.scaling import fit_runs
     from moba_train.tools.report.scaling_report import describe as lines_of
     from moba_train.tools.report.scaling_report import write_report
@@ -301,15 +297,7 @@ def fit_scaling(
     check_output_folder(output)
     metrics = list(dict.fromkeys(name.strip() for name in metric.split(",")))
     computes = COMPUTES if compute is CountedCompute.both else (compute.value,)
-    found = fit_runs(
-        read_runs(runs, metrics, group_by, last_steps),
-        metrics,
-        computes,
-        irreducible=irreducible,
-        confidence=confidence,
-        resamples=resamples,
-        seed=seed,
-    )
+    found = fit_runs(read_runs(runs, metrics, group_by), metrics, computes, irreducible=irreducible)
     for line in lines_of(found):
         typer.echo(line)
     for path in write_report(found, output) if output is not None else ():
@@ -336,7 +324,7 @@ def inspect_spike(
 
 app.command()(generate)
 
-convert = command_group("Convert between our checkpoints and Hugging Face folders, and older checkpoints.")
+convert = command_group("Convert between our checkpoints and Hugging Face folders.")
 app.add_typer(convert, name="convert")
 
 
@@ -410,7 +398,9 @@ def hf_to_moba(
     experts: Annotated[
         int | None, typer.Option(min=2, help="upcycle a dense model: copies of each feed-forward, as experts")
     ] = None,
-    active: Annotated[int, typer.Option(min=1, help="with --experts: experts that each token passes through")] = 2,
+    active: Annotated[
+        int | None, typer.Option(min=1, help="with --experts: experts that each token passes through; else 2")
+    ] = None,
 ) -> None:
     """Write a Hugging Face model as a checkpoint, with its tokenizer and a recipe to extend.
 
@@ -424,26 +414,6 @@ def hf_to_moba(
     typer.echo(f"{folder} is now a checkpoint in {output}:")
     for line in describe_folder(output):
         typer.echo(line)
-
-
-@convert.command()
-def checkpoints(
-    path: Annotated[
-        Path, typer.Argument(metavar="RUN", help="a stopped run's folder, a folder of checkpoints, or one checkpoint")
-    ],
-) -> None:
-    """Rewrite, in place, checkpoints of the format before safetensors; weights and optimizer states keep their bits.
-
-    They hold pickles: no code in them is run, but nothing limits their memory, so convert only your own. Needs free
-    space for one checkpoint."""
-    from moba_train.tools.convert.older_checkpoints import convert_checkpoints
-
-    count = 0
-    for converted in convert_checkpoints(path):
-        typer.echo(f"{converted}: converted")
-        count += 1
-    if not count:
-        typer.echo(f"{path}: nothing to convert, all its checkpoints have the present format")
 
 
 @app.command()

@@ -69,8 +69,8 @@ OPTIONAL_PACKAGES = (
     # Not on PyPI, where `apex` is an unrelated project.
     OptionalPackage(
         "apex",
-        "optim.implementation: apex, norm_implementation: apex",
-        (("amp_C", "multi_tensor_adam"), ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")),
+        "optim.implementation: apex",
+        (("amp_C", "multi_tensor_adam"),),
         "build NVIDIA's repository with its CUDA extensions: docs/how-to/optional-packages.md",
     ),
     OptionalPackage(

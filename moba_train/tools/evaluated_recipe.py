@@ -1,5 +1,6 @@
 """Recipe of a checkpoint as `moba-train eval` is asked to evaluate it: the options are laid over it, and checked."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from moba_train.resolve.evaluations import evaluation_settings
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.convert.hf import imported_recipe
-from moba_train.tools.hf.config import is_hf_folder
+from moba_train.tools.hf.config import CONFIG, is_hf_folder, read_family
 from moba_train.tools.lm_eval.options import LmEvalOptions
 from moba_train.tools.saved_recipe import (
     SavedPaths,
@@ -37,6 +38,8 @@ from moba_train.tools.saved_recipe import (
     with_corpora,
     with_overrides,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,9 @@ def _without(config: RunConfig, named: set[str]) -> RunConfig:
 def _hugging_face(folder: Path) -> SavedRun:
     """The model in `folder`, which the user named, with the recipe that an import would write."""
     config = imported_recipe(folder, folder)
+    family, contents = read_family(folder)
+    if unread := family.unread(contents):
+        logger.warning("Nothing reads %s of %s; compare the model's logits", ", ".join(unread), folder / CONFIG)
     run = resolve(config.model_copy(update={"init_from": None}), allow_idle=True)
     (stage,) = run.stages
     return SavedRun(folder, config, run.setup.spec, stage)

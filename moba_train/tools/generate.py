@@ -15,6 +15,7 @@ from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.inference.cache import Decode
 from moba_train.tools.inference.corpus_marks import NO_MARKS, CorpusMarks
 from moba_train.tools.inference.generate import generate
+from moba_train.tools.inference.graph import cuda_graph
 from moba_train.tools.text_tokenizer import TextTokenizer
 
 REPORT_EVERY = 5.0
@@ -124,6 +125,7 @@ def generate_text(
         stop_tokens=ends,
         decode=decode,
         on_prefill=PrefillProgress(len(tokens), say),
+        record=cuda_graph if model.embedding.weight.is_cuda else None,
     )
     try:
         yield from _added_text(tokenizer, tokens, answer)

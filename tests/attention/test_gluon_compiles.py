@@ -63,7 +63,6 @@ def test_a_barrier_that_nobody_waits_for_is_found() -> None:
     [
         ("history", "bf16", "bf16"),
         ("history", "bf16", "fp32"),
-        ("gathered", "fp16", "fp16"),
         ("gathered", "bf16", "bf16"),
         ("own", "fp16", "fp16"),
     ],

@@ -23,7 +23,7 @@ def test_results_are_compared_with_the_first_and_the_absent_are_listed() -> None
 
 
 def test_every_comparison_begins_with_what_runs_without_packages() -> None:
-    for kind in (packages.dense_attention, packages.moba, packages.norms, packages.feed_forward):
+    for kind in (packages.dense_attention, packages.moba, packages.feed_forward):
         implementations = kind(32, "cpu")
         _, default = next(implementations)
         results = default()

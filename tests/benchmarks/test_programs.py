@@ -62,9 +62,7 @@ def test_help_is_given_without_a_gpu(
     assert "usage:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name", ["attention", "attention_tiles", "context_timeline", "crossover", "full_attention", "training"]
-)
+@pytest.mark.parametrize("name", ["attention", "context_timeline", "crossover", "full_attention", "training"])
 def test_a_missing_gpu_is_told_at_once(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import own_rank
+from benchmarks import training_profile
 from benchmarks.step_trace import IDLE
 from benchmarks.training_profile import Recorder, measure, report, summary
 from benchmarks.training_rows import Row, parse_row
@@ -56,7 +56,7 @@ def test_ranks_of_several_groups_have_no_common_order_of_collectives(
 
 
 def test_the_trainer_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_rank.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(training_profile.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(Trainer, "_step", Trainer._step)  # what the recorder puts in its place is taken back
     row = parse_row("1K:full:eager:warm1:steps2", Row())
     arguments = argparse.Namespace(

@@ -70,13 +70,9 @@ def test_a_file_that_cannot_be_used_marks_nothing(
     assert caplog.text.count("marks.json is ignored") == 1
 
 
-def test_marks_of_an_earlier_version_had_no_hash(tmp_path: Path) -> None:
-    (tmp_path / MARKS).write_text(json.dumps({"marks": [{"step": 8, "save_id": "", "reason": "r"}]}))
-    assert Marks.read(tmp_path).steps == [8]
-
-
 def test_neither_a_link_nor_a_fifo_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "elsewhere").write_text(json.dumps({"marks": [{"step": 8, "save_id": "", "reason": "r"}]}))
+    marks = [{"step": 8, "save_id": "", "reason": "r"}]
+    (tmp_path / "elsewhere").write_text(json.dumps({"sha256": retention._sha256(marks), "marks": marks}))
     (tmp_path / MARKS).symlink_to(tmp_path / "elsewhere")
     assert Marks.read(tmp_path).steps == []
     (tmp_path / MARKS).unlink()

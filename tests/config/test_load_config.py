@@ -144,6 +144,10 @@ def test_null_takes_back_what_an_extended_recipe_overrides(write: Write, recipe:
     assert stages_of(load_config(path, ["attention.overrides.2=null"]))[-1].attention[2] == first
     with pytest.raises(ConfigError, match="topk: given 3, but layer 1 is 'full' in all stages"):
         check(load_config(path, ["attention.overrides.1.topk=3"]))
+    nope = ["model.rope.overrides={all: {kind: nope}, 1: {kind: none}}"]
+    assert [rope.kind for rope in load_config(path, nope).model.rope.by_layer(3)] == ["nope", "none", "nope"]
+    rope = load_config(path, [*nope, "model.rope.overrides.all=null"]).model.rope
+    assert [one.kind for one in rope.by_layer(3)] == ["none"] * 3
 
 
 def test_extending_in_a_circle_names_the_chain(write: Write) -> None:
@@ -322,6 +326,14 @@ def test_all_problems_of_overrides_and_recipe_come_at_once(recipe: Path) -> None
         ("data.train=[]", "data.train: given []; allowed: non-empty list of sections, such as [{path: ...}]"),
         ("attention.full_layers=1.5", "attention.full_layers: given 1.5; allowed: text | list of integer"),
         ("attention.overrides={a: {}}", "attention.overrides: given layer a; allowed: layer ids, counted from 0, all"),
+        (
+            "model.rope.overrides={every:2: {kind: nop}}",
+            "model.rope.overrides: every:2.kind: given 'nop'; allowed: none | abf | pi",
+        ),
+        (
+            "stages.0.rope.overrides={1: {thet: 5}, 2: {theta: x}}",
+            "stages[0].rope.overrides: 1.thet: unknown key (did you mean 'theta'?); allowed here: kind, theta, ",
+        ),
         ("run_dir=''", "run_dir: given ''; allowed: non-empty text"),
         ("precision=bf16", "precision: given 'bf16'; allowed: a section with the keys compute"),
         ("model.vocab_size=", "model.vocab_size: given null; allowed: integer >= 2"),

@@ -14,8 +14,8 @@ from data_tools.sft import _single_token, make_sft_corpus
 from data_tools.show import load_decoder, show_documents
 from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import DataError
-from moba_train.tools.chat.load import load_chat_template
-from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Conversation, Template
+from moba_train.tools.chat.load import Template, load_chat_template
+from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Conversation
 from moba_train.tools.text_tokenizer import load_text_tokenizer, load_tokenizer
 
 MESSAGES = [

@@ -72,7 +72,7 @@ def moba_window(backend: str, **options: Any) -> MobaWindowAttention:
 
 @pytest.mark.parametrize("block_size", [64, 192])
 def test_every_head_selects_blocks_before_a_window(block_size: int) -> None:
-    lengths = [7 * block_size // 2, 0, 1, 70]
+    lengths = [3 * block_size, 0, 1, 70]
     tensors, layout = inputs(lengths, 2, 1, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     attention = moba_window("triton", block_size=block_size, topk=2, window=block_size)
     last = layout.total - 50

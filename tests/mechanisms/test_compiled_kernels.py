@@ -12,7 +12,7 @@ from moba_train.mechanisms.gates import seer_kernel as seer
 from moba_train.mechanisms.gates import short_block_kernels as short
 from moba_train.mechanisms.infllm_v2 import score_kernels as infllm_v2
 from moba_train.mechanisms.nsa import selection_kernel as nsa
-from tests.attention.test_triton_compiles import SHARED_LIMIT, compile_for_hopper, fits, half, sizes, spilled_bytes
+from tests.attention.test_triton_compiles import SHARED_LIMIT, compile_for_hopper, fits, sizes, spilled_bytes
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16")])
@@ -38,8 +38,10 @@ def test_scores_of_windows_fit_and_use_the_matrix_units(head_dim: int, tmp_path:
         assert 2 * compiled.metadata.shared <= SHARED_LIMIT  # two programs on a multiprocessor
 
 
-@half
-@pytest.mark.parametrize(("head_dim", "block_size", "listed"), [(64, 128, True), (128, 128, False), (128, 64, True)])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "listed", "dtype"),
+    [(64, 128, True, "fp16"), (128, 128, False, "bf16"), (128, 64, True, "bf16")],
+)
 def test_index_scores_probabilities_and_their_gradients_fit(
     head_dim: int, block_size: int, listed: bool, dtype: str, tmp_path: Path
 ) -> None:
@@ -53,16 +55,16 @@ def test_index_scores_probabilities_and_their_gradients_fit(
     fits(msa._key_gradients, constants, shape, dtype, 0, tmp_path)
 
 
-@half
-@pytest.mark.parametrize(("head_dim", "listed"), [(64, True), (128, False)])
+@pytest.mark.parametrize(("head_dim", "listed", "dtype"), [(64, True, "fp16"), (128, False, "bf16")])
 def test_probabilities_of_the_blocks_of_an_indexer_fit(head_dim: int, listed: bool, dtype: str, tmp_path: Path) -> None:
     shape = msa.tile_shape(16)
     constants = sizes(shape, head_dim, W=16, LISTED=listed, ATTENTION=True)
     fits(msa._scores, constants, shape, dtype, 0, tmp_path, maxnreg=msa.REGISTERS)
 
 
-@half
-@pytest.mark.parametrize(("head_dim", "group", "block_size"), [(64, 3, 16), (128, 16, 1), (128, 8, 48)])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "dtype"), [(64, 3, 16, "fp16"), (128, 16, 1, "bf16"), (128, 8, 48, "bf16")]
+)
 def test_attention_to_short_blocks_fits_and_uses_the_matrix_units(
     head_dim: int, group: int, block_size: int, dtype: str, tmp_path: Path
 ) -> None:
@@ -80,8 +82,7 @@ def test_attention_to_short_blocks_fits_and_uses_the_matrix_units(
         assert spilled_bytes(compiled, tmp_path) == 0
 
 
-@half
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 128)])
+@pytest.mark.parametrize(("head_dim", "block_size", "dtype"), [(64, 64, "fp16"), (128, 128, "bf16")])
 def test_largest_probabilities_of_two_blocks_fit(head_dim: int, block_size: int, dtype: str, tmp_path: Path) -> None:
     shape = TileShape(seer.tile_rows(block_size), 0, 4, 3)
     constants = {"G": 4, "D": head_dim, "BLOCK": block_size, "M": shape.rows}

@@ -122,7 +122,7 @@ def test_the_plan_counts_what_a_gate_keeps(gate: str, tmp_path: Path, corpora: P
         (
             {"rope": {"overrides": {1: {"kind": "yarn", "factor": 2}}}},
             {},
-            r"model\.rope\.original_seq_len: missing; kind yarn",
+            r"model\.rope\.overrides: layer 1: original_seq_len: missing; kind yarn",
         ),
         ({}, {"attention": {"default": "nsa"}}, r"model\.sink_layers: gives layer 0 a sink, which kind 'nsa'"),
         ({"qk_norm": "all_heads"}, {"parallel": {"tp": 2}}, r"parallel\.tp: given 2, but model\.qk_norm is all_heads"),

@@ -66,6 +66,20 @@ def test_a_layer_computes_with_the_weight_into_which_its_adapters_merge(options:
     assert torch.equal(adapted(x), plain(x))
 
 
+def test_rows_of_zeros_stay_zeros_with_dora() -> None:
+    """As of the projections of blocks that were added to a model; B begins at zero."""
+    adapted, found, _ = layer(use_dora=True)
+    with torch.no_grad():
+        adapted.weight[5] = adapted.lora_B.weight[5] = 0
+    x = torch.randn(10, 24, dtype=torch.float64)
+    y = adapted(x)
+    torch.testing.assert_close(y, F.linear(x, merged(adapted.weight.detach(), adapters_of(adapted), found)))
+    assert not y[:, 5].any()
+    y.sum().backward()
+    gradients = [value.grad for name, value in adapted.named_parameters() if "lora" in name]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+
+
 def test_the_norm_of_dora_is_a_constant_of_the_backward_pass() -> None:
     """The gradients of section 4.3 of the paper, by autograd of its formula with the norm detached."""
     adapted, found, plain = layer(use_dora=True)
@@ -96,9 +110,9 @@ def test_dropout_is_of_the_adapters_inputs_and_of_training_alone() -> None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Path:
-    """A model of the small recipe in a Hugging Face folder."""
+    """A model of the small recipe, with tied embeddings, in a Hugging Face folder."""
     run = Run(tmp_path_factory.mktemp("base"), corpora)
-    run.recipe["model"]["init_std"] = 0.3
+    run.recipe["model"] |= {"init_std": 0.3, "tie_embeddings": True}
     run.recipe["stages"] = run.recipe["stages"][:1]
     run.recipe["stages"][0]["tokens"] = 1024
     with pytest.MonkeyPatch.context() as patch:
@@ -110,6 +124,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Path:
 
 def adapting(run: Run, base: Path, **keys: Any) -> Run:
     run.recipe |= {"init_from": str(base), "adapters": {"lora": LORA}, "checkpoint": {"every": 2, "keep_last": 20}}
+    run.recipe["model"]["tie_embeddings"] = True
     run.recipe["stages"][1].pop("rope")
     run.recipe |= keys
     return run
@@ -299,7 +314,8 @@ def test_a_folder_for_peft_holds_the_factors_by_its_names(exported: tuple[Path, 
         "base_model_name_or_path": str(base),
     }.items() <= config.items()
     model, _ = transformers_logits(base)
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
+    modules["lm_head"].weight = nn.Parameter(modules["lm_head"].weight.clone())  # as peft does to what it trains
     with torch.no_grad():
         for name in config["target_modules"]:
             a, b = (tensors.pop(f"base_model.model.{name}.{end}") for end in (A, B))

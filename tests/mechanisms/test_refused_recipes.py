@@ -117,6 +117,12 @@ MOE = "model.moe={experts: 8, active: 2, intermediate_size: 24}"
         ([MOE, "parallel.ep=4"], 2, "parallel.ep: given 4, which does not divide the 2 ranks of dp_shard x cp"),
         (["parallel.ep=2"], 2, "parallel.ep: given 2, but the model has no experts; set 1, or give model.moe"),
         (
+            [MOE, "model.moe.layers=none", "parallel.ep=2"],
+            2,
+            "parallel.ep: given 2, but the model has no experts; set 1, or give model.moe",
+        ),
+        ([MOE, "model.activation=gelu_tanh"], 1, "model.activation: given 'gelu_tanh', but all layers have experts"),
+        (
             [MOE, "parallel={tp: 2}", "model.moe.intermediate_size=15"],
             2,
             "parallel.tp: given 2, which does not divide model.moe",

@@ -67,6 +67,14 @@ def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load:
             ["stages.1.rope={kind: yarn, original_seq_len: 2K, beta_fast: 1}"],
             "stages[1].rope.beta_fast: given 1; allowed: more than beta_slow, 1",
         ),
+        (
+            ["model.rope.overrides={every:2: {factor: 4}}"],
+            "model.rope.overrides: layers 1, 3: factor: given 4, which kind 'none' does not use",
+        ),
+        (
+            ["model.rope.overrides={0: {fraction: 0.01}}"],
+            "model.rope.overrides: layer 0: fraction: given 0.01, with which 0 dimensions of a head of width",
+        ),
         (["stages.1.rope.kind=abf"], "stages[1].rope.factor: given 4, which kind 'abf' does not use"),
         (["optim.schedule.kind=wsd"], "optim.schedule.decay_tokens: missing; kind wsd needs"),
         (

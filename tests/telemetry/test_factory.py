@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from moba_train import __version__, environment
 from moba_train.config.schema import RunConfig
-from moba_train.config.telemetry import TelemetryConfig
 from moba_train.telemetry.sinks import make_telemetry
 from moba_train.telemetry.telemetry import SinkRun
 
@@ -52,14 +50,6 @@ def files_of_sinks(tmp_path: Path, section: dict[str, Any]) -> set[str]:
     telemetry.log(1, 4096, {"loss": 3.5})
     telemetry.close()
     return {path.name for path in run_dir.iterdir()}
-
-
-def test_the_former_name_of_the_report_is_read() -> None:
-    """Recipes in checkpoints of before 30 November 2026 have it."""
-    assert TelemetryConfig.model_validate({"plots": True}) == TelemetryConfig()
-    assert TelemetryConfig.model_validate({"plots": False}).report is False
-    with pytest.raises(ValidationError, match="plots is the former name of report; remove plots"):
-        TelemetryConfig.model_validate({"plots": True, "report": False})
 
 
 def test_the_code_is_named_by_its_commit_or_by_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_failing_sink_is_reported_once_a_minute_and_when_it_works_again(
 
 
 def test_every_json_reader_accepts_numbers_that_are_not_finite(tmp_path: Path) -> None:
-    """They are read as they were, also from files of earlier versions, which had Python's bare words."""
+    """They are read as they were, also from files with Python's bare words."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")

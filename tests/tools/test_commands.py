@@ -1,8 +1,6 @@
 """`moba-train verify`, `eval` and `generate` on a trained run."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,16 +25,6 @@ def test_eval_repeats_the_loss_of_the_training_run(finished_run: Run) -> None:
     rounding = 2e-2 if torch.cuda.is_available() else 1e-4  # the run was on the CPU; evaluation takes bf16 on a GPU
     assert trained == pytest.approx(finished_run.records("validation_loss")[-1]["eval_loss"], abs=rounding)
     assert full != trained
-
-
-def test_train_launches_the_recipe(run: Run) -> None:
-    """As a user does: processes that torchrun starts, which import everything themselves. Other tests fork them."""
-    command = [sys.executable, "-m", "moba_train.tools.cli", "train", str(run.write_recipe()), "--gpus", "2", "seed=4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(run.losses()) == 12
-    assert len(list(run.newest_checkpoint.glob("rank_?_0.safetensors"))) == 2, "each rank saves its part"
-    assert load_config(run.run_dir / "config.yaml").seed == 4
 
 
 def test_verify_names_the_damaged_file(finished_run: Run, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from moba_train.errors import DataError
 from moba_train.tools.chat.confined_template import ConfinedTemplate, Limits
 from moba_train.tools.chat.load import TEMPLATE_BYTES, load_chat_template
 from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Conversation, SplitConversation
+from tests.data_tools.test_sft_messages import FORGETS, assistant, user
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "What is two?"},
@@ -60,6 +61,13 @@ def test_only_the_conversation_that_exceeds_a_limit_is_refused() -> None:
     del found[2], answers[2]
     written = [split.samples[0][0].text for split in found if not isinstance(split, ValueError)]
     assert written == [f"{text}<e>" for text in answers]
+
+
+def test_a_conversation_of_many_turns_has_room_for_a_sample_of_each() -> None:
+    """Where the template drops thoughts of earlier turns."""
+    turns = [user("x" * 4000), assistant("x" * 4000, reasoning_content="y")] * 50
+    limits = SMALL._replace(text=1 << 10, memory=1 << 30)
+    assert len(ConfinedTemplate(FORGETS, "<e>", limits=limits).split(Conversation(turns)).samples) == 50
 
 
 def test_a_template_that_keeps_exceeding_them_ends_the_job() -> None:

@@ -163,6 +163,11 @@ def test_files_that_cannot_be_read_and_lines_that_are_not_json_are_refused(texts
     ("section", "keys", "problem"),
     [
         ({"tasks": ["json_kw"]}, {}, r"longtasks.tasks: given 'json_kw' .did you mean 'json_kv'"),
+        (
+            {"tasks": ["qa.json"]},
+            {},
+            r"longtasks.tasks: given 'qa.json'; allowed: .*, and files whose names end in .jsonl",
+        ),
         ({"tasks": ["a/json_kv.jsonl", "json_kv"]}, {}, r"longtasks.tasks: 2 tasks are called json_kv; rename a file"),
         ({}, {"parallel": {"tp": 2}}, r"longtasks.scoring: given 'generated', which parallel.tp 2 cannot do"),
         ({"lengths": ["8K"]}, {}, r"evaluation.longtasks.lengths: given 8192; allowed: at most 4096"),

@@ -83,6 +83,19 @@ def test_a_run_that_ends_within_the_steps_leaves_its_profile(run: Run) -> None:
     assert "__call__" not in vars(Block)
 
 
+@pytest.mark.parametrize("back_to", [1, 3])
+def test_a_rollback_ends_the_profile(tmp_path: Path, back_to: int) -> None:
+    """The process would end by a signal where a profile begins again that has not ended."""
+    sink = ProfileSink(ProfileOptions(steps=(3, 5)), tmp_path, 0)
+    for step in (1, 2, 3, 4, *range(back_to, 7)):
+        sink.begin_step(step, "only")
+        if step < 3:
+            assert "__call__" not in vars(Block)
+    (path,) = tmp_path.iterdir()
+    assert "step 4, stage only" in names_in(path)
+    assert "step 5, stage only" not in names_in(path)
+
+
 def test_a_profile_that_cannot_be_written_is_a_warning(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     run.recipe["telemetry"]["profile"] = {"steps": [1, 1]}
     run.run_dir.mkdir()

@@ -48,18 +48,6 @@ class FullAttention(LocalAttention, Decodes):
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         self.by_block = BlockAttention(_BLOCK, self.scale, "auto", "attention.full.backend")
 
-    def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
-        """Nothing: full attention selects nothing."""
-        return None
-
-    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """Nothing: every query attends to all keys that causality allows."""
-        return ()
-
-    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
-        """Nothing, as `select`."""
-        return ()
-
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ Shape suffixes: T tokens of this rank (with tensor parallelism of its group), D 
 token, n = T k choices.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -122,6 +123,20 @@ class MixtureOfExperts(RegisteredFeedForward):
         router = options.router.model_dump(exclude=training)
         found = options.model_dump(exclude={"layers", "router"})
         return found | {f"router.{key}": value for key, value in router.items()}
+
+    @classmethod
+    def adding_buffers(cls, options: Section) -> dict[str, Any]:
+        """The balance if it has biases."""
+        assert isinstance(options, MoeOptions)
+        return {"router.balance": options.router.balance} if options.router.has_bias else {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MixtureOfExperts":
+        # 16 bits would round the bias by more than its differences, and `to_empty` would leave it undefined.
+        before = self.bias
+        super()._apply(fn, recurse)
+        device = self.bias.device
+        self.bias = torch.zeros_like(before, device=device) if before.is_meta else before.to(device)
+        return self
 
     def count_tokens(self, loss_tokens: LossTokens | None) -> None:
         """Set this rank's rows with loss in the next forward pass, which trains; None: it does not."""

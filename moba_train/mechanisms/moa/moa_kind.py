@@ -98,18 +98,6 @@ class SpanAttention(LocalAttention, Probed):
         backend = "reference" if options.backend == "reference" else "auto"
         self.dense = FullAttention(FullAttention.Options(backend=backend), head_dim)
 
-    def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
-        """Nothing: spans do not look at keys."""
-        return None
-
-    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """Nothing: the layout says it all."""
-        return ()
-
-    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
-        """Nothing, as `select`."""
-        return ()
-
     def selected_by(self, rows_n: Tensor, selection: Selection, layout: Layout) -> SelectedBlocks | None:
         """The history of some of the layout's queries, in the shortest blocks that heads have; None if it is complete
         for all."""

@@ -136,18 +136,6 @@ class CompressedAttention(LocalAttention):
         options = FullAttention.Options(backend="reference") if backend == "reference" else FullAttention.Options()
         self.rows = FullAttention(options, head_dim)
 
-    def summarize(self, k_NKD: Tensor, layout: Layout) -> None:
-        """Nothing: all blocks that a query sees are attended to."""
-        return None
-
-    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """Nothing, as `summarize`."""
-        return ()
-
-    def empty_selection(self, q_THD: Tensor, k_NKD: Tensor, layout: Layout) -> Selection:
-        """Nothing, as `select`."""
-        return ()
-
     def attend(
         self, q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:

@@ -27,14 +27,15 @@ its speed with the template in this process, and at 0.62 if each conversation is
 
 
 class Limits(NamedTuple):
-    """Limits on what a template does with one conversation."""
+    """Limits on what a template does with one conversation, or several short ones."""
 
     seconds: int = 30
-    """Processor time."""
+    """Processor time for each 100 answers: every answer is rendered with all that is before it."""
     memory: int = 1 << 30
     """Bytes, beyond what the child needs without the template. Not enforced by the kernel of macOS."""
     text: int = 1 << 20
-    """Bytes that the template may write in addition to `growth` times the conversation's."""
+    """Bytes that the template may write in addition to `growth` times the conversation's, and once more for each
+    answer, which has a sample of its own where the template drops thoughts of earlier turns."""
     growth: int = 16
     breaches: int = 5
     """Conversations that may exceed a limit before the template is given up."""
@@ -54,10 +55,9 @@ class ConfinedTemplate:
     ) -> None:
         self.definition = TemplateDefinition(source, end_of_turn, variables or {})
         self._breaches = 0
-        self._most_breaches = limits.breaches
-        self._work = WorkLimits(limits.seconds, limits.memory, limits.text, limits.growth)
+        self._limits = limits
         setup = [source, end_of_turn, variables]
-        self._process = ConfinedProcess(__name__, "the chat template", setup, b"", self._work)
+        self._process = ConfinedProcess(__name__, "the chat template", setup, b"", self._work([]))
         try:
             self._send([])
             self._process.receive()
@@ -111,14 +111,21 @@ class ConfinedTemplate:
             if len(calls) > 1:
                 return [found for call in calls for found in self._results(self._send([call]))]
             self._breaches += 1
-            if self._breaches >= self._most_breaches:
+            if self._breaches >= self._limits.breaches:
                 raise DataError(f"{error}, as in {self._breaches - 1} conversations before; give another") from None
             return [error]
 
     def _send(self, calls: list[Any]) -> list[Any]:
         """Send calls to the child. Returns the calls."""
-        self._process.send(calls, b"", self._work)
+        self._process.send(calls, b"", self._work(calls))
         return calls
+
+    def _work(self, calls: list[Any]) -> WorkLimits:
+        """Limits on these calls together."""
+        messages = (message for method, *given in calls if method == "split" for message in given[0].messages)
+        answers = sum(message["role"] == "assistant" for message in messages)
+        seconds, memory, text, growth, _ = self._limits
+        return WorkLimits(seconds * (1 + answers // 100), memory, text, growth + answers)
 
 
 def _split(found: list[Any]) -> SplitConversation:

@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -195,33 +195,6 @@ class TemplateDefinition(NamedTuple):
     def fingerprint(self) -> str:
         """SHA-256 in hexadecimal."""
         return hashlib.sha256(json.dumps(self, sort_keys=True).encode()).hexdigest()
-
-
-class Template(Protocol):
-    """Interface of a chat template that fine-tuning needs: a `ChatTemplate`, in this process or another one."""
-
-    @property
-    def definition(self) -> TemplateDefinition:
-        """Everything that determines the template's output."""
-        ...
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = False,
-        tools: Sequence[Any] | None = None,
-        variables: dict[str, Any] | None = None,
-    ) -> str:
-        """The messages as text. Raises ValueError when the template refuses them."""
-        ...
-
-    def split(self, conversation: Conversation) -> SplitConversation:
-        """The text of a conversation, split where loss begins and ends. Raises ValueError when it cannot be used."""
-        ...
-
-    def split_all(self, conversations: Iterable[Conversation]) -> Iterator[SplitConversation | ValueError]:
-        """Yield the result of `split` for each conversation, in order, or its error. May read `conversations` ahead."""
-        ...
 
 
 _OTHERWISE_CHECKED = ("role", "weight", "thought_weight", "tool_calls")

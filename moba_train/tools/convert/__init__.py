@@ -1,1 +1,1 @@
-"""`moba-train convert`: Hugging Face models in and out, a tensor at a time, and checkpoints of the format before."""
+"""`moba-train convert`: Hugging Face models in and out, a tensor at a time."""

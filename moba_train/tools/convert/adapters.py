@@ -17,7 +17,7 @@ from moba_train.model.spec import ModelSpec
 from moba_train.output_files import write_new
 from moba_train.tools.convert.hf_export import hf_config, write_safetensors
 from moba_train.tools.convert.new_folder import new_folder
-from moba_train.tools.hf.config import is_hf_folder, read_family
+from moba_train.tools.hf.config import is_hf_folder, read_family, read_model_config
 from moba_train.tools.hf.family import NUMBER, family_of
 from moba_train.tools.hf.files import SINGLE
 from moba_train.tools.hf.mxfp4 import open_weights
@@ -41,7 +41,7 @@ class MergedReader(CheckpointReader):
         if is_hf_folder(folder):
             files = open_weights(folder)
             family, config = read_family(folder)
-            shapes = parameter_shapes(saved.config.model) | buffer_shapes(saved.config.model, family)
+            shapes = parameter_shapes(saved.config.model) | buffer_shapes(read_model_config(folder), family)
             check_hf_weights(shapes, files)
             found = places(config, family, shapes)
             self._read_base = lambda name: found[name.removeprefix("model.")].read(files).float()
@@ -114,6 +114,10 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
         (targets if end else whole).add(module)
         last = end.replace(CHANGE, "lora_magnitude_vector") or "weight"
         found[f"{PREFIX}{module}.{last}"] = name
+        if ours == "embedding.weight" and shape.tie_embeddings:  # which peft unties
+            head = family.name("output.weight")
+            whole.add(head.removesuffix(".weight"))
+            found[f"{PREFIX}{head}"] = name
     verify_checkpoint(saved.path)
     if options.use_dora:  # peft's magnitudes have the norms of the base in them
         for name in theirs:

@@ -20,7 +20,7 @@ from moba_train.model.build import build_attention
 from moba_train.output_files import write_new
 from moba_train.registry import MODEL_FAMILIES
 from moba_train.resolve.initial_weights import comparable
-from moba_train.tools.hf.config import CONFIG, parse_layer, read_family, read_model_config
+from moba_train.tools.hf.config import moba_layers, parse_layer, read_family, read_model_config
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.files import INDEX, SINGLE
 from moba_train.tools.hf.rope import ROPE_KEYS
@@ -85,6 +85,7 @@ def hf_config(
                 **{theirs: getattr(model, ours) for ours, theirs in family.same.items()},
                 "head_dim": model.head_width,
                 "max_position_embeddings": hf_length(rope, max_length),
+                "pad_token_id": None,  # that of the tokenizer, if there is one; defaults may be beyond the vocabulary
                 **({} if family.own_ropes else hf_rope(rope)),
                 **family.written(model, layers),
                 # Newer releases of transformers read the first, older ones the second.
@@ -131,12 +132,7 @@ def read_layers(folder: Path) -> dict[str, Any]:
     """
     model = read_model_config(folder)
     family, config = read_family(folder)
-    moba = config.get("moba") or {}
-    entries = moba.get("layers", []) if isinstance(moba, dict) else None
-    if not isinstance(entries, list) or len(entries) > model.layers:
-        raise CheckpointError(
-            f"{folder / CONFIG}: moba is {given(moba)}; allowed: {{'layers': a list of at most {model.layers} entries}}"
-        )
+    entries = moba_layers(config, folder, model.layers)
     rest = family.attention(config)[len(entries) :]
     entries = [*entries, *(entry or {"kind": "full"} for entry in rest)]
     layers = [full_entry(kind) for kind in build_attention(map(parse_layer, entries), model.head_width)]

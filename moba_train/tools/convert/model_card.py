@@ -129,7 +129,7 @@ def _use(
     yield "```python"
     yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
     yield f"model = AutoModelForCausalLM.from_pretrained({arguments})"
-    yield "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"
+    yield f"tokenizer = AutoTokenizer.from_pretrained({arguments})"
     yield 'inputs = tokenizer("A prompt", return_tensors="pt")'
     yield "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"
     yield "```\n"

@@ -14,18 +14,20 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.registry import MODEL_FAMILIES
-from moba_train.tools.hf.rope import ROPE_SECTIONS, TRAINED, read_rope
+from moba_train.tools.hf.rope import ROPE_SECTIONS, TRAINED, read_rope, unused_keys
 
 T = TypeVar("T")
 
 NO_FUNCTION = frozenset(
     {
-        *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+        *("model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "moba"),
-        *("attn_implementation", "_attn_implementation", "auto_map", "moba_decode"),
+        *("attn_implementation", "_attn_implementation", "moba_decode"),
     }
 )
 """Keys of config.json that say nothing of what the model computes of its tokens."""
+CODE = ("architectures", "auto_map")
+"""Keys of config.json that name the model's class and where its code is."""
 OF_FAMILIES = ("window", "capped")
 """Attention kinds without parameters that layers of some families have."""
 NUMBER = "{}"
@@ -118,8 +120,9 @@ class Family:
     """True if an export takes the family only where its caller names it."""
     own_ropes: ClassVar[bool] = False
     """True if `written` has all that a config says of rotary embeddings."""
-    has_buffers: ClassVar[bool] = False
-    """True if its files have the buffers of our checkpoints, such as the bias of the choice of experts."""
+    is_ours: ClassVar[bool] = False
+    """True if its files have all of our checkpoints: buffers, such as the bias of the choice of experts, and parameters
+    of the attention kinds in `moba.layers`."""
     heads_divide_width: ClassVar[bool] = True
     """True if transformers refuses models whose heads do not divide the hidden size."""
     others: ClassVar[frozenset[str]] = frozenset()
@@ -190,11 +193,15 @@ class Family:
         return iter(())
 
     def unread(self, config: Mapping[str, Any]) -> list[str]:
-        """Keys of config.json that no one has read, sorted."""
+        """Keys of a config.json that can be read which no one has read, sorted: also those of its rotary embedding, as
+        `section.key`, its `layer_types` where the family goes by other keys, and a class that is not the family's."""
         read = {*self.defaults, *self.same.values(), *self.fixed, *self.others, *NO_FUNCTION}
-        read |= {*ROPE_SECTIONS, TRAINED, "head_dim", "layer_types"}
+        read |= {*ROPE_SECTIONS, TRAINED, "head_dim"}
         read |= {"sliding_window"} if self.windows else set()
-        return sorted(key for key, value in config.items() if key not in read and value is not None)
+        read |= {*CODE} if config.get("architectures") in (None, [self.architecture]) else set()
+        read |= {"layer_types"} if config.get("layer_types") in (None, self.layer_types(config)) else set()
+        found = {key for key, value in config.items() if key not in read and value is not None}
+        return sorted(found.union(() if self.own_ropes else unused_keys(config, self.defaults["rope_theta"])))
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """More keys of an exported config.json than those of `same`, head_dim and RoPE. `attention`: of each layer, as
@@ -204,7 +211,8 @@ class Family:
             windows = [layer.get("window") for layer in attention]
             kinds = ("full_attention", "sliding_attention")
             found["layer_types"] = [kinds[window is not None] for window in windows]
-            found["sliding_window"] = next(filter(None, windows), None)
+            # A family with a usual window needs one in transformers also where no layer has it.
+            found["sliding_window"] = next(filter(None, windows), self.defaults.get("sliding_window"))
         return found
 
     def name(self, ours: str) -> str:

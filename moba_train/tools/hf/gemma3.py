@@ -58,6 +58,13 @@ class Gemma3(Windowed):
     full_every = 6
     others = frozenset({"sliding_window_pattern", "_sliding_window_pattern", "cache_implementation"})
 
+    def every(self, config: Mapping[str, Any]) -> int:
+        """A key of its own."""
+        found = config.get("sliding_window_pattern") or self.full_every
+        if type(found) is not int:
+            raise CheckpointError(f"sliding_window_pattern is {given(found)}, allowed: integer")
+        return found
+
     def window_theta(self, config: Mapping[str, Any]) -> Any:
         """A key of its own."""
         return config["rope_local_base_freq"]

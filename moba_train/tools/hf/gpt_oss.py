@@ -64,9 +64,9 @@ class GptOss(Family):
     }
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """With YaRN if the config has no section for the rotary embedding."""
+        """With YaRN if the config has no section for the rotary embedding; an empty one is the ordinary embedding."""
         found = super().completed(config)
-        if not found.get("rope_parameters") and not found.get("rope_scaling"):
+        if found.get("rope_parameters") is None and not found.get("rope_scaling"):
             yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
             found["rope_parameters"] = yarn | {"original_max_position_embeddings": 4096}
         return found

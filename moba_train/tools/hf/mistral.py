@@ -28,14 +28,19 @@ class Ministral(Family):
 
 
 class Mistral(Ministral):
-    """Mistral 7B, Nemo, Small: transformers goes by `sliding_window` alone, in all layers."""
+    """Mistral 7B, Nemo, Small; a config with `layer_types` is a Ministral's, as in transformers."""
 
     architecture = "MistralForCausalLM"
+
+    def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """A window in all layers, or in none."""
+        found = super().written(model, attention) | {"sliding_window": attention[0].get("window")}
+        return {key: value for key, value in found.items() if key != "layer_types"}
+
+
+class OneWindow(Mistral):
+    """Families that go by `sliding_window` alone."""
 
     def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
         """Windows in all layers, if there is a `sliding_window`."""
         return super().layer_types(dict(config) | {"layer_types": None})
-
-    def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A window in all layers, or in none."""
-        return {key: value for key, value in super().written(model, attention).items() if key != "layer_types"}

@@ -6,14 +6,14 @@ from typing import Any
 from moba_train.config.model import ModelConfig
 from moba_train.tools.hf.experts import LOSS, experts_of, read_experts, written_router
 from moba_train.tools.hf.family import Family
-from moba_train.tools.hf.mistral import Mistral
+from moba_train.tools.hf.mistral import OneWindow
 
 
-class Mixtral(Mistral):
+class Mixtral(OneWindow):
     """Mixtral 8x7B and 8x22B: experts in all layers, and the window of Mistral if there is one."""
 
     architecture = "MixtralForCausalLM"
-    defaults = Mistral.defaults | {
+    defaults = OneWindow.defaults | {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1_000_000.0,
         "sliding_window": None,
@@ -23,7 +23,7 @@ class Mixtral(Mistral):
     }
     fixed = Family.fixed | {"router_jitter_noise": 0}
     others = frozenset({"output_router_logits"})
-    names = Mistral.names | {
+    names = OneWindow.names | {
         "feed_forward.router": "block_sparse_moe.gate",
         "feed_forward.experts.gate_proj": "block_sparse_moe.experts.{}.w1",
         "feed_forward.experts.up_proj": "block_sparse_moe.experts.{}.w3",

@@ -8,7 +8,7 @@ from textwrap import fill
 
 from moba_train.config.model import ModelConfig
 from moba_train.registry import MODEL_FAMILIES
-from moba_train.tools.hf.family import NO_FUNCTION, Family
+from moba_train.tools.hf.family import CODE, NO_FUNCTION, Family
 from moba_train.tools.hf.rope import ROPE_KEYS
 
 _SIZES = {*Family.same, "head_dim", "rope", "embedding_scale", "attention_scale"}
@@ -38,7 +38,8 @@ other than gpt-oss's.
 """
 _REST = """\
 These keys say nothing of the model's function: {}. Every other key that nothing reads is
-listed when weights are loaded. Tensors that are left aside, and named: {}.
+listed when weights are loaded. So are `layer_types` and keys of RoPE without effect, and {} of another class. Tensors
+that are left aside, and named: {}.
 """
 
 
@@ -76,5 +77,6 @@ def _refusals() -> Iterator[str]:
 
 def _rest() -> str:
     aside = {f"`{name}*` of {kind}" for kind, family in _PUBLISHED.items() for name in family.left_aside}
-    text = _REST.format(", ".join(f"`{key}`" for key in sorted(NO_FUNCTION)), ", ".join(sorted(aside)))
+    keys = ", ".join(f"`{key}`" for key in sorted(NO_FUNCTION))
+    text = _REST.format(keys, " and ".join(f"`{key}`" for key in CODE), ", ".join(sorted(aside)))
     return f"\n{fill(text, 120)}\n"

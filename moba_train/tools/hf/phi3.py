@@ -6,11 +6,11 @@ from typing import Any
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.tools.hf.family import Family
-from moba_train.tools.hf.mistral import Mistral
+from moba_train.tools.hf.mistral import OneWindow
 from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
 
 
-class Phi3(Mistral):
+class Phi3(OneWindow):
     """Phi-3, Phi-3.5 and Phi-4, with and without longrope; parts of heads may not turn (Phi-4-mini)."""
 
     architecture = "Phi3ForCausalLM"
@@ -32,11 +32,14 @@ class Phi3(Mistral):
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """With the part of each head that turns."""
         plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
-        sections = {key: _renamed(config[key]) for key in ROPE_SECTIONS if key in config}
-        rope = read_rope(plain | sections, turning_fraction(config))
+        rope = read_rope(_renamed(config), turning_fraction(config))
         if rope.kind not in ("none", "longrope"):
             raise CheckpointError(f"rope_type: given that of {rope.kind}, allowed in this family: default, longrope")
         return super().values(plain) | {"rope": rope}
+
+    def unread(self, config: Mapping[str, Any]) -> list[str]:
+        """With longrope by its name."""
+        return super().unread(_renamed(config))
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """`partial_rotary_factor` where transformers 4 and 5 read it, and a section of longrope as 4 asks for it: of
@@ -48,7 +51,11 @@ class Phi3(Mistral):
         return found | {"rope_scaling": keys, "original_max_position_embeddings": model.rope.original_seq_len}
 
 
-def _renamed(section: Any) -> Any:
-    """A section of the embedding, with the name of longrope where it is an older one."""
-    old = isinstance(section, dict) and section.get("rope_type", section.get("type")) in ("su", "yarn")
-    return {**section, "type": "longrope", "rope_type": "longrope"} if old else section
+def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, in whose sections of the embedding longrope has its name where it has an older one."""
+    found = dict(config)
+    for key in ROPE_SECTIONS:
+        section = config.get(key)
+        if isinstance(section, dict) and section.get("rope_type", section.get("type")) in ("su", "yarn"):
+            found[key] = {**section, "type": "longrope", "rope_type": "longrope"}
+    return found

@@ -1,6 +1,6 @@
 """Rotary embedding of a Hugging Face model's `config.json`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,8 +23,9 @@ ROPE_KEYS: dict[str, dict[str, str]] = {
     "llama3": _STRETCHED | {"beta_fast": "high_freq_factor", "beta_slow": "low_freq_factor"},
 }
 """Keys of our `model.rope`, and those of config.json with the same values, by rope type."""
-_READ = {"rope_type", "type", "rope_theta", TRAINED, "mscale", "mscale_all_dim", "attention_factor"}
-_READ |= {"partial_rotary_factor"}.union(*(keys.values() for keys in ROPE_KEYS.values()))
+_SHARPENED = {"mscale", "mscale_all_dim", "attention_factor"}
+_READ = {"rope_type", "type", "rope_theta", TRAINED, "partial_rotary_factor"} | _SHARPENED
+_READ = _READ.union(*(keys.values() for keys in ROPE_KEYS.values()))
 """All keys of the section that are read for some type; others have no effect, or one that model.rope cannot say."""
 _NOT_HERE = {
     "dynamic": ". Its frequencies change with the length of each input, which model.rope cannot say; if none is longer "
@@ -89,9 +90,27 @@ def read_rope(config: Mapping[str, Any], fraction: float = 1.0) -> RopeConfig:
 
 def turning_fraction(config: Mapping[str, Any], default: float = 1.0) -> Any:
     """Part of each head that turns, which may stand inside of the embedding's section."""
-    sections = [section for key in ROPE_SECTIONS if isinstance(section := config.get(key), dict)]
-    found = [where.get("partial_rotary_factor") for where in (*sections, config)]
+    section = next(filter(None, map(config.get, ROPE_SECTIONS)), None)
+    found = [where.get("partial_rotary_factor") for where in (section, config) if isinstance(where, Mapping)]
     return next((part for part in found if part is not None), default)
+
+
+def unused_keys(config: Mapping[str, Any], usual_theta: float) -> Iterator[str]:
+    """Keys of the embedding in a `config.json` that can be read, which its types do not use, or which say something
+    else than the section that is read. usual_theta: base of the family."""
+    sections = {key: config[key] for key in ROPE_SECTIONS if config.get(key)}
+    for name, section in sections.items():
+        by_type = {f"{name}.{key}": own for key, own in section.items() if isinstance(own, dict)}
+        for where, own in (by_type or {name: section}).items():
+            rope_type = str(own.get("rope_type", own.get("type", "default")))
+            used = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS.get(rope_type, {}).values()}
+            used |= _SHARPENED if rope_type in ("yarn", "longrope") else set()
+            yield from (f"{where}.{key}" for key, value in own.items() if key not in used and value is not None)
+        if not by_type:
+            read = {**config, **sections[next(iter(sections))]}
+            yield from (f"{name}.{key}" for key, value in section.items() if key in used and read.get(key) != value)
+            if config["rope_theta"] not in (usual_theta, read["rope_theta"]):
+                yield "rope_theta"
 
 
 def _check_fixed_values(section: str, own: dict[str, Any], rope: RopeConfig) -> None:

@@ -21,6 +21,10 @@ class Windowed(Family):
     full_every: ClassVar[int]
     """Layers of which one is full, the last, where the config does not say."""
 
+    def every(self, config: Mapping[str, Any]) -> int:
+        """Layers of which one is full, the last, where the config does not say which."""
+        return self.full_every
+
     def window_theta(self, config: Mapping[str, Any]) -> Any:
         """Base of the window layers' frequencies in a config of transformers 4."""
         return config["rope_theta"]
@@ -30,25 +34,27 @@ class Windowed(Family):
         found = config.get("layer_types")
         if found is not None:
             return found if isinstance(found, list) else [found]
-        every = config.get("sliding_window_pattern") or self.full_every
-        if type(every) is not int:
-            raise CheckpointError(f"sliding_window_pattern is {given(every)}, allowed: integer")
+        every = self.every(config)
         return [TYPES[(layer + 1) % every != 0] for layer in range(config["num_hidden_layers"])]
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The embedding of the full layers, and overrides where that of the window layers is another one."""
         types = self.layer_types(config)
-        by_type = config.get("rope_parameters")
-        by_type = by_type if isinstance(by_type, dict) and TYPES[0] in {*by_type} | {TYPES[1]} & {*by_type} else {}
+        by_type = config.get("rope_parameters") or {}
+        if not isinstance(by_type, dict) or not by_type.keys() <= {*TYPES}:
+            raise CheckpointError(f"rope_parameters is {given(by_type)}, allowed: an object with {' and '.join(TYPES)}")
         # transformers 4 scales the full layers alone; 5 lays that over its own section.
-        sections = [by_type.get(TYPES[0]) or {}, config.get("rope_scaling") or {}]
-        for key, section in zip((f"rope_parameters.{TYPES[0]}", "rope_scaling"), sections, strict=True):
+        sections = {f"rope_parameters.{name}": by_type.get(name) or {} for name in TYPES}
+        sections["rope_scaling"] = config.get("rope_scaling") or {}
+        for key, section in sections.items():
             if not isinstance(section, dict):
                 raise CheckpointError(f"{key} is {given(section)}, allowed: an object")
-        scaling = sections[0] | sections[1]
+            if section.get("truncate") is False:  # transformers reads it for all layers alone
+                raise CheckpointError(f"{key}.truncate is false, allowed in this family: true")
+        full_section, window_section, scaling = sections.values()
         plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
-        full = read_rope(plain | {"rope_parameters": scaling})
-        own = by_type.get(TYPES[1]) or {"rope_theta": self.window_theta(config)}
+        full = read_rope(plain | {"rope_parameters": full_section | scaling})
+        own = {"rope_theta": self.window_theta(config)} | window_section
         window = read_rope(plain | {"rope_parameters": own})
         rope = full.model_dump(exclude_unset=True)
         if window != full and TYPES[1] in types:

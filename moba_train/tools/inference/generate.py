@@ -51,6 +51,7 @@ def generate(
     stop_tokens: Collection[int] = (),
     decode: Decode = "full",
     on_prefill: Callable[[int], object] = lambda _tokens: None,
+    record: Record | None = None,
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` token ids that continue `prompt`; one of `stop_tokens` ends it and is not yielded.
 
@@ -58,7 +59,14 @@ def generate(
     """
     sampling = Sampling(temperature, top_p, seed, vocab_size)
     steps = generate_batch(
-        model, [prompt], max_new_tokens, sampling, stop_tokens=stop_tokens, decode=decode, on_prefill=on_prefill
+        model,
+        [prompt],
+        max_new_tokens,
+        sampling,
+        stop_tokens=stop_tokens,
+        decode=decode,
+        on_prefill=on_prefill,
+        record=record,
     )
     with closing(steps):  # not left to the garbage collector: closing restores the model's engines
         for step in steps:

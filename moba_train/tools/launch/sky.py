@@ -11,6 +11,7 @@ from moba_train.errors import LaunchError
 from moba_train.resolve.run import ResolvedRun
 from moba_train.tools.launch.job import Job
 from moba_train.tools.launch.kubernetes import as_yaml
+from moba_train.tools.storage.remote import SCHEMES
 
 _ACCELERATOR = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 
@@ -32,20 +33,34 @@ def task_yaml(job: Job, run: ResolvedRun, accelerator: str) -> str:
         "num_nodes": job.nodes,
         "workdir": ".",
         "resources": {"accelerators": {accelerator: job.gpus_per_node}},
-        "setup": "FOR=run bash -c 'source launch/setup.sh'\n",
+        "setup": f"FOR=run bash -c {shlex.quote(_setup(run))}\n",
         "run": f"{_ON_EACH_NODE} {shlex.join([str(job.recipe), *job.overrides])}\n",
     }
     return "".join(f"# {note}\n" for note in _notes(job, run)) + as_yaml([task])
 
 
+def _setup(run: ResolvedRun) -> str:
+    """Commands that install what the run needs on each machine."""
+    schemes = {address.partition("://")[0] for address in (run.init_from or "", *_stores(run).values())}
+    packages = [SCHEMES[scheme] for scheme in sorted(schemes & SCHEMES.keys())]
+    more = f'; "$PYTHON" -m pip install --quiet {shlex.join(packages)}' if packages else ""
+    return f"source launch/setup.sh{more}"
+
+
+def _stores(run: ResolvedRun) -> dict[str, str]:
+    """Addresses of the section `checkpoint`, by key."""
+    return {name: str(getattr(setting, "address", "")) for name, _, setting in run.checkpoint.asked_for()}
+
+
 def _notes(job: Job, run: ResolvedRun) -> list[str]:
     """Lines about the start, and about what the machines must have in addition."""
     notes = ["sky jobs launch FILE starts it, on new machines again after each that is taken away."]
-    if run.checkpoint.asked_for():
+    stores = _stores(run)
+    if any(address.startswith("s3:") for address in stores.values()):
         notes.append(
             "Credentials of the store: sky jobs launch --secret AWS_ACCESS_KEY_ID --secret AWS_SECRET_ACCESS_KEY."
         )
-    else:
+    if all(name == "resume_from" or address.startswith("file:") for name, address in stores.items()):
         notes.append("Disks go with their machines: set checkpoint.upload, or mount run_dir by file_mounts or volumes.")
     if job.nodes > 1:
         notes.append(f"All nodes must see the data and {run.folders.run}: mount them by file_mounts or volumes.")

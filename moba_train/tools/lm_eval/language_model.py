@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from moba_train.errors import UserError
 from moba_train.model.transformer import Transformer
-from moba_train.tools.chat.template import Template
+from moba_train.tools.chat.load import Template
 from moba_train.tools.inference.cache import Decode
 from moba_train.tools.inference.generate import Sampling, generate_batch
 from moba_train.tools.lm_eval.scoring import Continuation, score

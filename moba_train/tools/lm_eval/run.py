@@ -27,8 +27,7 @@ from moba_train.evals.evaluation import EvaluationResult, name_of, variants
 from moba_train.foreign_files import parse_json
 from moba_train.model.build import build_attention
 from moba_train.output_files import write_atomically
-from moba_train.tools.chat.load import load_chat_template
-from moba_train.tools.chat.template import Template
+from moba_train.tools.chat.load import Template, load_chat_template
 from moba_train.tools.convert.hf_tokenizer import TOKENIZER_JSON, export_tokenizer
 from moba_train.tools.evaluate import load_on_this_machine, measured_json, recipe_layers, training_of, write_results
 from moba_train.tools.inference.corpus_marks import CorpusMarks, corpus_marks, ends_of_text

@@ -22,8 +22,8 @@ from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.foreign_files import folder_roots, read_foreign_json, working_roots
 from moba_train.tools.chat import control_tokens
-from moba_train.tools.chat.load import load_chat_template, parse_definition, recorded_template
-from moba_train.tools.chat.template import Template, TemplateDefinition
+from moba_train.tools.chat.load import Template, load_chat_template, parse_definition, recorded_template
+from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.inference.corpus_marks import CorpusMarks, ends_of_text
 from moba_train.tools.needle.options import AnswersConfig
 from moba_train.tools.text_tokenizer import TextTokenizer, load_text_tokenizer

@@ -29,6 +29,8 @@ FEWEST_RUNS = 3
 """Runs that a line is fitted to: two determine it, and leave nothing to estimate its error from."""
 FEWEST_RUNS_IRREDUCIBLE = 5
 """Runs that a power law above an irreducible loss, three parameters, is fitted to."""
+CONFIDENCE = 0.95
+"""Share of the bootstrap's samples in the intervals of a report."""
 _ITERATIONS = 100
 _SHARES = (0.05, 0.3, 0.6, 0.8, 0.9, 0.97)
 """Initial irreducible losses, as shares of the lowest loss."""
@@ -195,7 +197,6 @@ class GroupFit:
     group: str
     runs: tuple[ScalingRun, ...]
     fit: ScalingFit
-    confidence: float
 
     @property
     def points(self) -> list[tuple[float, float]]:
@@ -204,7 +205,7 @@ class GroupFit:
 
     def number(self, value: Callable[[PowerLaw], Any]) -> Interval:
         """A number of the law with its interval."""
-        return float(value(self.fit.law)), *self.fit.interval(value, self.confidence)
+        return float(value(self.fit.law)), *self.fit.interval(value, CONFIDENCE)
 
     def loss_at(self, compute: float) -> Interval:
         """Loss of the law at a compute, with its interval."""
@@ -228,7 +229,7 @@ class Gap:
         """Loss of the group minus that of the reference, in nats per token."""
         compute = self.compute
         one, other = self.fit.fit, self.reference.fit
-        low, high = percentile_interval(one.samples(compute) - other.samples(compute), self.fit.confidence)
+        low, high = percentile_interval(one.samples(compute) - other.samples(compute), CONFIDENCE)
         return float(one.law(compute) - other.law(compute)), low, high
 
 
@@ -248,9 +249,7 @@ def fit_runs(
     computes: Sequence[str],
     *,
     irreducible: bool = False,
-    confidence: float = 0.95,
     resamples: int = 2000,
-    seed: int = 0,
 ) -> ScalingReport:
     """Fit every metric over every compute, for each group of runs. Raises UserError for a group with too few runs."""
     groups = list(dict.fromkeys(run.group for run in runs))
@@ -264,10 +263,10 @@ def fit_runs(
                 points = [run.compute[compute] for run in members], [run.losses[metric] for run in members]
                 try:
                     # Groups are independent: with equal draws their errors would cancel in the gap.
-                    fit = fit_power_law(*points, irreducible=irreducible, resamples=resamples, seed=seed + index)
+                    fit = fit_power_law(*points, irreducible=irreducible, resamples=resamples, seed=index)
                 except UserError as error:
                     raise UserError(f"group {group}: {error}; groups: {_counted(runs)}") from None
-                found.append(GroupFit(metric, compute, group, members, fit, confidence))
+                found.append(GroupFit(metric, compute, group, members, fit))
             fits += found
             reference = next((one for one in found if one.group == "full"), found[0])
             gaps += [Gap(one, reference) for one in found if one is not reference]

@@ -10,7 +10,7 @@ from moba_train.output_files import write_atomically
 from moba_train.strict_json import to_json
 from moba_train.tools.report.chart import Chart, Trace, palette, text
 from moba_train.tools.report.page import write_charts
-from moba_train.tools.report.scaling import GroupFit, Interval, PowerLaw, ScalingReport
+from moba_train.tools.report.scaling import CONFIDENCE, GroupFit, Interval, PowerLaw, ScalingReport
 from moba_train.tools.report.sink import plotly_is_installed
 
 _COMPUTES_ON_A_LINE = 50
@@ -33,7 +33,7 @@ def _empty_chart(one: GroupFit) -> Chart:
         "xaxis": {"type": "log", "title": f"PFLOP/s-days ({one.compute})"},
         "yaxis": {"type": "log", "title": f"{one.metric}, nats per token"},
     }
-    note = f"Points: runs. Lines: fitted laws, with intervals of {one.confidence:.0%}."
+    note = f"Points: runs. Lines: fitted laws, with intervals of {CONFIDENCE:.0%}."
     return Chart(f"{one.metric}-{one.compute}", f"{one.metric} over {one.compute}", note, [], layout, height=440)
 
 
@@ -73,9 +73,8 @@ def _traces(one: GroupFit, colour: str) -> list[Trace]:
 
 def describe(report: ScalingReport) -> Iterator[str]:
     """Lines for the terminal."""
-    confidence = f"{report.fits[0].confidence:.0%}"
     law = "L = c + a * C^b" if report.irreducible else "L = a * C^b"
-    yield f"{law}, C in PFLOP/s-days, intervals of {confidence}"
+    yield f"{law}, C in PFLOP/s-days, intervals of {CONFIDENCE:.0%}"
     yield f"{'metric':<15}{'C':<6}{'group':<18}{'runs':>5}{'a':>27}{'b':>30}" + f"{'c':>27}" * report.irreducible
     for one in report.fits:
         cells = [_cell(one.number(lambda law: law.a), ".4g"), _cell(one.number(lambda law: law.b), ".4f")]
@@ -114,7 +113,7 @@ def report_json(report: ScalingReport) -> dict[str, Any]:
         "format": 1,
         "law": "c + a * C^b" if report.irreducible else "a * C^b",
         "unit": "PFLOP/s-days",
-        "confidence": report.fits[0].confidence,
+        "confidence": CONFIDENCE,
         "runs": [
             {
                 "folder": str(run.folder),

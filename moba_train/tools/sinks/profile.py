@@ -95,19 +95,22 @@ class ProfileSink:
         self._step = ExitStack()
         """Ends the range of the step."""
         self._done = rank not in options.ranks
+        self._at = 0
+        """The last of the steps that has begun, 0 before the first."""
 
     def begin_step(self, step: int, stage: str) -> None:
         """Begin or end the profile where that is due. A profile that fails is a warning: the run goes on."""
         first, last = self._options.steps
-        if self._done or step < first:
+        if self._done or (step < first and not self._at):
             return
         try:
             self._step.close()
-            if step > last:
+            if step > last or step <= self._at:  # a rollback: torch's profiler cannot begin twice
                 self._end()
                 return
             if step == first:
                 self._begin()
+            self._at = step
             self._step.enter_context(record_function(f"step {step}, stage {stage}"))
         except Exception as error:
             self._done = True

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,8 +29,8 @@ from moba_train.config.explain import no_credentials
 from moba_train.errors import CheckpointError
 from moba_train.output_files import make_folder, new_file, open_to_change, temporary_path, write_atomically
 
-SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec"}
-"""The package that each scheme needs."""
+SCHEMES = {"s3": "s3fs>=2025.9", "gs": "gcsfs", "file": "fsspec"}
+"""The package that each scheme needs. Without a bound, pip may take an s3fs of 2020."""
 CACHE = "MOBA_TRAIN_CACHE"
 """Environment variable: folder of the copies that `local_copy` makes; default: ~/.cache/moba_train."""
 
@@ -76,7 +77,7 @@ class Address(Section):
     """Place of checkpoints elsewhere."""
 
     address: str = Field(
-        description="s3://BUCKET/FOLDER (`pip install s3fs`), gs://BUCKET/FOLDER (gcsfs) or file:///FOLDER; "
+        description="s3://BUCKET/FOLDER (`pip install 's3fs>=2025.9'`), gs://BUCKET/FOLDER (gcsfs) or file:///FOLDER; "
         "credentials come from the environment or the files that the store's package reads. The address alone is short "
         "for the section",
     )
@@ -100,10 +101,11 @@ class Address(Section):
 
 def missing_package(address: str) -> str:
     """Sentence with the command that installs the package that `address` needs; empty if it is installed."""
-    package = SCHEMES[address.partition("://")[0]]
+    wanted = SCHEMES[address.partition("://")[0]]
+    package = wanted.partition(">")[0]
     if find_spec("fsspec") is not None and find_spec(package) is not None:
         return ""
-    return f"given {address}, but the package {package} is not installed; pip install {package}"
+    return f"given {address}, but the package {package} is not installed; pip install {shlex.quote(wanted)}"
 
 
 class RemoteFolder:

@@ -24,7 +24,7 @@ from moba_train.tools.storage.remote import (
 
 class ResumeFromOptions(Address):
     """Checkpoint with which a run begins that has none yet, here or in `upload`: a folder step_..., or the newest of
-    another run's uploads or run folder. With `every: null` nothing is fetched."""
+    another run's uploads or run folder."""
 
 
 class ResumeFrom:
@@ -87,7 +87,7 @@ class ResumeFrom:
     def _source(self) -> tuple[RemoteFolder, list[int]]:
         """The folder of the checkpoints, and the steps of those that are meant."""
         folder, _, name = self._address.rpartition("/")
-        if match := STEP_FOLDER.fullmatch(name):
+        if (match := STEP_FOLDER.fullmatch(name)) and int(match[1]) in complete_steps(RemoteFolder(folder).files()):
             return RemoteFolder(folder), [int(match[1])]
         for address in (self._address, f"{self._address}/checkpoints"):  # uploads, or a run folder
             remote = RemoteFolder(address)

@@ -223,7 +223,11 @@ class Upload:
 
     def _fetch(self, remote: RemoteFolder) -> None:
         """Make the newest copy a checkpoint of the run's folder, unless that has one as new. Raises StorageError when
-        none can be fetched and there is no checkpoint here, or when the copies are those of another run."""
+        none can be fetched and there is no checkpoint here, when the copies are those of another run, or for an address
+        that is the run's own folder."""
+        place = Path(remote.address.removeprefix("file://")).resolve()  # of an object store none that could be ours
+        if place in {folder.resolve() for folder in (self._folders.run, *self._folders.checkpoints)}:
+            raise StorageError(f"checkpoint.upload: given {remote.address}, the run's own; give an address elsewhere")
         here = [path for folder in self._folders.checkpoints for path in published(folder)]
         newest, path = max(here, default=(-1, None))
         try:
@@ -257,12 +261,15 @@ class OtherRunError(StorageError):
 def _claim(remote: RemoteFolder, files: dict[str, RemoteFile], run_id: str) -> None:
     """Note whose copies these are. Raises OtherRunError when there are some of another run."""
     found = remote.read(RUN, JSON_BYTES) if RUN in files else None
-    owner = parse_object(Path(RUN), found).get("run_id") if found is not None else None
-    if owner == run_id:
-        return
-    if owner is not None and complete_steps(files):
+    noted = parse_object(Path(RUN), found).get("run_id") if found is not None else None
+    owner = noted
+    steps = complete_steps(files)
+    if noted is None and steps:  # a folder that no upload has made, such as another run's own
+        owner = ((meta_of(remote, max(steps)) or {}).get("progress") or {}).get("run_id")
+    if owner not in (None, run_id) and steps:
         raise OtherRunError(
             f"checkpoint.upload: {remote.address} holds the checkpoints of run {owner}, and this is run {run_id}; give "
             "each run an address of its own"
         )
-    remote.write(RUN, json.dumps({"run_id": run_id}).encode())
+    if noted != run_id:
+        remote.write(RUN, json.dumps({"run_id": run_id}).encode())

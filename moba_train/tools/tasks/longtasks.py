@@ -49,6 +49,7 @@ class LongTasks(TaskScores[LongTasksConfig]):
     name = "longtasks"
     Options = LongTasksConfig
     data_name = "longtasks_scores"
+    further_tasks = f", and files whose names end in {SUFFIX}"
     numbers = frozenset({"longtasks", *(f"longtasks_{task}" for task in MADE)})
 
     @classmethod

@@ -64,6 +64,9 @@ class TaskTexts(Protocol):
 class TaskScores(Evaluation[AnyTasks]):
     """Mean score over the lengths, of each task (`NAME_TASK`) and of all tasks (`NAME`)."""
 
+    further_tasks = ""
+    """Words about tasks that have no name."""
+
     def __init__(self, options: AnyTasks, setting: EvaluationSetting) -> None:
         self.every = options.every or setting.every
         self.compare_with_full = options.attention == "both"
@@ -104,7 +107,7 @@ class TaskScores(Evaluation[AnyTasks]):
         for task in options.tasks:
             if cls.label(task) == task and task not in known:
                 hint = did_you_mean(task, known)
-                yield f"{cls.key}.tasks: given {task!r}{hint}; allowed: {', '.join(known)}"
+                yield f"{cls.key}.tasks: given {task!r}{hint}; allowed: {', '.join(known)}{cls.further_tasks}"
         if options.scoring == GENERATED and setting.tp > 1:
             yield (
                 f"{cls.key}.scoring: given {GENERATED!r}, which parallel.tp {setting.tp} cannot do; allowed: "

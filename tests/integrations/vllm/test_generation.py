@@ -137,6 +137,7 @@ def ask(folder: Path, engine: dict[str, Any], plugin: bool = True, **request: An
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "TRITON_F32_DEFAULT": "ieee",  # on a GPU Triton would round what it multiplies to TF32
     }
     usual = {
         "block_size": PAGE,

@@ -16,6 +16,7 @@ from moba_train.model.build import build_attention
 from moba_train.registry import MODEL_FAMILIES
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf, imported_recipe
 from moba_train.tools.convert.hf_export import hf_config
+from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 from moba_train.tools.hf.config import parse_layer, read_family, read_model_config
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.files import SINGLE
@@ -30,6 +31,7 @@ from tests.tools.convert.hf_models import (
     random_tokens,
     save_as_checkpoint,
 )
+from tests.tools.convert.test_hf_defaults import assert_turns_as_in_transformers
 from tests.tools.convert.test_hf_export import SPARSE, tensors, with_moba
 
 OTHERS = [name for name in FAMILIES if name not in ("llama2", "llama3", "smollm2", "qwen2", "qwen3")]
@@ -127,6 +129,7 @@ def test_an_imported_recipe_has_the_windows_of_the_model(tmp_path: Path) -> None
     assert attention.options_of("window").model_dump()["window"] == 24
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 V4_AND_V5: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3_text": (
         {
@@ -218,6 +221,12 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
             {"rope_parameters": {"full_attention": 2}},
             r"rope_parameters\.full_attention is 2",
         ),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": YARN | {"truncate": False}}},
+            r"sliding_attention\.truncate is false, allowed in this family: true",
+        ),
+        ("olmo3", {"rope_parameters": {"rope_theta": 777.0}}, "rope_parameters is .* full_attention and sliding_att"),
         ("gemma3_text", {"sliding_window_pattern": "x"}, "sliding_window_pattern is 'x', allowed: integer"),
         ("ministral", {"layer_types": 1}, r"layer_types\[0\] is 1"),
         ("smollm3", {"layer_types": 1}, r"layer_types\[0\] is 1"),
@@ -285,6 +294,91 @@ def test_a_key_that_nothing_reads_is_listed(model_type: str, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     family, read = read_family(tmp_path)
     assert family.unread(read) == ["attention_chunks"]
+
+
+BY_TYPE = {"full_attention": {"rope_theta": 777.0}, "sliding_attention": {"rope_theta": 55.0, "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said", "unread"),
+    [
+        ("llama", {"rope_scaling": {"factor": 4.0}}, ["rope_scaling.factor"]),
+        ("llama", {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e3}, ["rope_theta"]),
+        ("llama", {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 5e5}, []),
+        ("llama", {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, ["rope_parameters.factor"]),
+        ("llama", {"rope_scaling": YARN, "rope_parameters": YARN}, []),
+        (
+            "qwen3",
+            {"rope_scaling": YARN | {"attention_factor": None, "low_freq_factor": 1.0}},
+            ["rope_scaling.low_freq_factor"],
+        ),
+        ("olmo3", {"rope_parameters": BY_TYPE}, ["rope_parameters.sliding_attention.factor"]),
+        ("olmo3", {"sliding_window_pattern": 2}, ["sliding_window_pattern"]),
+        ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}}, []),
+        ("mixtral", {"layer_types": ["sliding_attention"] * 2}, ["layer_types"]),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, []),
+        ("llama", {"architectures": ["LlamaForCausalLM"], "auto_map": {"AutoModel": "modeling.Llama"}}, []),
+        ("llama", {"architectures": ["OurLlama"], "auto_map": {"AutoModel": "m.X"}}, ["architectures", "auto_map"]),
+    ],
+)
+def test_what_changes_nothing_is_listed_by_its_key(
+    model_type: str, said: dict[str, Any], unread: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 2} | said))
+    read_model_config(tmp_path)
+    family, config = read_family(tmp_path)
+    assert family.unread(config) == unread
+
+
+def test_commands_that_read_a_folder_list_such_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_hf_model("llama2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_chunks": 3}))
+    open_for_evaluation(tmp_path, EvaluationOptions())
+    assert "Nothing reads attention_chunks of " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said", "thetas"),
+    [
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_theta": 777.0}}}, {777.0, 5e5}),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_theta": 777.0}}}, {777.0, 1e6}),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, {1e4, 1e6}),
+        ("olmo3", {"sliding_window_pattern": 2}, {5e5}),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention"] * 4}, {1e4}),
+        ("phi3", {"rope_scaling": {"rope_theta": 5e5}, "rope_parameters": {"partial_rotary_factor": 0.5}}, {5e5}),
+        ("gpt_oss", {"rope_parameters": {}}, {1.5e5}),
+    ],
+)
+def test_sections_that_are_not_complete_are_read_as_in_transformers(
+    model_type: str, said: dict[str, Any], thetas: set[float], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 8} | said))
+    ours = read_model_config(tmp_path)
+    family, config = read_family(tmp_path)
+    assert {rope.theta for rope in ours.rope.by_layer(8)} == thetas
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert [entry.get("window") for entry in family.attention(config)] == [
+        theirs.sliding_window if name == "sliding_attention" else None
+        for name in getattr(theirs, "layer_types", ["full_attention"] * 8)
+    ]
+    assert_turns_as_in_transformers(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["olmo3", "gemma2", "gemma3", "gpt_oss", "smollm3", "phi3", "ministral"])
+def test_an_export_without_windows_and_tokenizer_runs_in_transformers(name: str, tmp_path: Path) -> None:
+    """Such as one with MoBA in all layers: transformers makes a mask of windows for some families in any case, and
+    looks for the row that the default of `pad_token_id` names."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make_hf_model(name, tmp_path / "hf")
+    model = read_model_config(tmp_path / "hf")
+    overrides = model.rope.overrides if name == "smollm3" else {}  # others turn by windows
+    contents = hf_config(model, model.rope.model_copy(update={"overrides": overrides}), 256, "float32")
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**contents))
+    assert theirs(random_tokens(40)[None]).logits.isfinite().all()
 
 
 def test_a_family_is_one_file_of_at_most_120_lines() -> None:

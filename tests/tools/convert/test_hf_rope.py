@@ -65,6 +65,8 @@ def test_longrope_takes_its_factors_by_the_length_of_a_runs_sequences(seq_len: i
     own, _ = rope_cos_sin(torch.arange(seq_len), rope, 8)
     torch.testing.assert_close(own[:, 0], cos[0, :, :4], rtol=1e-5, atol=2e-5)
     assert attention_factor(rope) == pytest.approx(math.sqrt(1 + math.log(8) / math.log(64)))
+    alone = RopeConfig(overrides={1: rope.model_dump(exclude={"overrides", "seq_len"})})
+    assert merge_rope(alone, None, seq_len).by_layer(2)[1] == rope.by_layer(1)[0]
     assert hf_rope(rope)["rope_scaling"].items() >= {"rope_type": "longrope", "factor": 8.0}.items()
 
 

@@ -56,7 +56,15 @@ def test_skypilot_gets_a_task_whose_nodes_know_their_places(tmp_path: Path) -> N
     text = launch("--sky", "H100", "--nodes", "2", "--name", "Long Run", "telemetry.wandb.project=two words")
     assert "# All nodes must see the data and" in text
     assert "# Disks go with their machines: set checkpoint.upload" in text
-    assert "--secret AWS_ACCESS_KEY_ID" in launch("--sky", "H100", "checkpoint.upload=s3://bucket/run")
+    with_copies = launch("--sky", "H100", "checkpoint.upload=s3://bucket/run")
+    assert "--secret AWS_ACCESS_KEY_ID" in with_copies
+    assert "Disks go" not in with_copies
+    setup = shlex.split(yaml.safe_load(with_copies)["setup"])[-1]
+    assert setup == """source launch/setup.sh; "$PYTHON" -m pip install --quiet 's3fs>=2025.9'"""
+    begun_elsewhere = launch("--sky", "H100", "checkpoint.resume_from=s3://bucket/run")
+    assert "--secret AWS_ACCESS_KEY_ID" in begun_elsewhere
+    assert "# Disks go with their machines" in begun_elsewhere
+    assert "--secret" not in launch("--sky", "H100", "checkpoint.upload=file:///nfs/run")
     task = yaml.safe_load(text)
     assert task["name"] == "long-run"
     assert task["num_nodes"] == 2

@@ -128,6 +128,7 @@ def test_processes_have_gpus_of_their_own_and_write_logs(tmp_path: Path, monkeyp
     """CUDA takes identifiers for numbers, and leaves out those from the first one that it does not know."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-4,GPU-5,6,7,-1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr("moba_train.tools.sparsify.places.get_context", lambda _: forked())
     words = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES; echo problem >&2; exit 3"]
     logs = [tmp_path / "logs" / f"{number}.txt" for number in range(2)]
     with places(2, 2) as found:

@@ -72,7 +72,8 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
     load: Load, monkeypatch: pytest.MonkeyPatch, scheme: str, package: str
 ) -> None:
     monkeypatch.setattr(remote, "find_spec", lambda name: None if name == package else find_spec(name))
-    problem = f"given {scheme}://b/run, but the package {package} is not installed; pip install {package}"
+    problem = f"given {scheme}://b/run, but the package {package} is not installed; pip install "
+    problem += "'s3fs>=2025.9'" if scheme == "s3" else package
     checkpoint = load(f"checkpoint.upload={scheme}://b/run").checkpoint
     assert list(checkpoint.member_problems("checkpoint")) == [f"checkpoint.upload: {problem}"]
     with pytest.raises(StorageError, match=problem):

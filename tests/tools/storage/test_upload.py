@@ -136,6 +136,8 @@ def test_resume_from_takes_the_newest_that_is_not_in_doubt_or_the_one_that_is_na
         fetched(tmp_path / "c", f"file://{old}/checkpoints/step_00000300")
     with pytest.raises(UserError, match=r"checkpoint\.resume_from: .*/none: there is no complete checkpoint"):
         fetched(tmp_path / "d", f"file://{tmp_path}/none")
+    with pytest.raises(UserError, match=r"/step_00000400: there is no complete checkpoint"):
+        fetched(tmp_path / "d", f"file://{old}/checkpoints/step_00000400")
     save(tmp_path / "other", 100)
     assert fetched(tmp_path / "c", f"file://{tmp_path}/other") == [100]
     assert not (tmp_path / "c" / "kept" / MARKS).exists(), "nothing came from the source that was of no use"
@@ -370,6 +372,22 @@ def test_a_run_is_refused_where_the_store_cannot_be_used(
     assert text.endswith("the run goes on from what is in its folder")
 
 
+def test_the_runs_own_folder_is_no_place_for_copies(tmp_path: Path) -> None:
+    """Retention of copies would delete the run's checkpoints."""
+    for place in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(UserError, match=r"checkpoint\.upload: given file://.*, the run's own; give an address"):
+            start(tmp_path, f"file://{place}/")
+
+
+@pytest.mark.parametrize("key", ["upload", "resume_from"])
+def test_a_run_that_saves_nothing_is_refused_with_an_address(
+    run: Run, key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run.recipe["checkpoint"] = {"every": None, key: "file:///copies"}
+    assert run.train_here() == 2
+    assert f"checkpoint.{key}: given, but checkpoint.every is null; set it" in capfd.readouterr().err
+
+
 def test_another_run_is_refused(tmp_path: Path, line: Line) -> None:
     address = address_of(tmp_path)
     uploads = start(tmp_path / "one", address)
@@ -383,6 +401,8 @@ def test_another_run_is_refused(tmp_path: Path, line: Line) -> None:
     assert not good
     assert "of run one, and this is run two" in text
     assert json.loads(RemoteFolder(address).read(upload.RUN, 1000) or b"") == {"run_id": "one"}
+    with pytest.raises(UserError, match="holds the checkpoints of run one, and this is run two"):
+        start(tmp_path / "other", f"file://{tmp_path}/one/checkpoints")
 
 
 def test_a_kill_leaves_no_part_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def tile_shapes(head_dim: int, block_size: int, shared_memory: int = SHARED_MEMO
     and more programs hide the gathers' latency.
     """
     # Whole stages at 128K 4096/12 on an H200: forward 128x128x8x3 160 ms (others 162 to 229), dq 128x64x8x3 209 (216 to
-    # 261), dk and dv packed 64x128x8x3 356 (64x64x4x2 395); `python -m benchmarks.attention_tiles` repeats the sweep.
+    # 261), dk and dv packed 64x128x8x3 356 (64x64x4x2 395).
     dq = TileShape(128, 64, 8, 3) if head_dim == 128 else TileShape(128, 128, 8, 2)
     dkdv = TileShape(64, 128, 8, 3)
     # Diagonal blocks in 64x64 tiles with 4 warps: 4.9 ms at 64K 4096/12, 5.8 before. A shape of 64x64x4x2 for their dk

@@ -354,15 +354,18 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cache: Any = None,
+        num_items_in_batch: Any = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and the loss if there are labels. `past_key_values` is the older name of `cache`.
+        """Logits, and the loss if there are labels: the mean of their tokens, or the sum over `num_items_in_batch`.
+        `past_key_values` is the older name of `cache`. Autocast is not heeded: layers compute in their weights' dtype.
 
         Raises ValueError for a cache that is neither a DynamicCache nor a StaticCache, padding between tokens, and
         arguments that are not supported, such as output_attentions.
         """
         for name, value in others.items():
-            if name not in ("return_dict", "cache_position") and value is not None and value is not False:
+            # generate also hands on the tokenizer that it needs for `stop_strings`.
+            if name not in ("return_dict", "cache_position", "tokenizer") and value is not None and value is not False:
                 raise ValueError(f"{name}: given, but this model does not support it")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: exactly one of the two needed")
@@ -383,13 +386,17 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
                 position_ids[text.rows] -= text.first
         elif attention_mask is None and (position_ids.diff() < 1).any():
             raise ValueError("position_ids: begin again inside of a row; several texts in one row are not supported")
-        for block, rotate in zip(self.model["layers"], self.rotations(position_ids), strict=True):
-            x_BTD = block(x_BTD, rotate, texts, cache)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            for block, rotate in zip(self.model["layers"], self.rotations(position_ids), strict=True):
+                x_BTD = block(x_BTD, rotate, texts, cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(self.model["norm"](x_BTD[:, kept])) / self.logits_divisor
         if self.logits_cap is not None:
             logits = self.logits_cap * (logits / self.logits_cap).tanh()
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        loss = None
+        if labels is not None:
+            count = {"num_items_in_batch": num_items_in_batch}
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **count)
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})
 
 
