@@ -1,8 +1,9 @@
 """Sliding-window attention as a LocalAttention: every query sees the last tokens of its document, and its first ones.
 
 On CUDA a varlen flash kernel masks the band, elsewhere kernels/common/reference.py. Both are given the keys of the
-band alone, so that the work is T times the window, not T squared. The first tokens, or sinks (StreamingLLM, Xiao et al.
-2023, arXiv:2309.17453), are further calls for each document that is longer than the window.
+band alone, so that the work is T times the window, not T squared. To Triton kernels, if asked for, a window is a span
+of neighbouring keys (kernels/triton/spans.py). The first tokens, or sinks (StreamingLLM, Xiao et al. 2023,
+arXiv:2309.17453), are further calls for each document that is longer than the window.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
@@ -17,6 +18,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.common.geometry import KeySpans
 from moba_train.attention.kernels.common.merge import merge_into, nothing_seen
 from moba_train.attention.kernels.common.reference import (
     Mask,
@@ -24,8 +27,9 @@ from moba_train.attention.kernels.common.reference import (
     masked_attend,
     masked_attend_backward,
 )
+from moba_train.attention.kernels.table import call_problem, triton_problem
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
-from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, TokenBytes
+from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.config.base import Length, Section
@@ -37,6 +41,9 @@ _LEAST_TILE = 128
 
 _ROWS_AT_ONCE = 2**18
 """Query rows (tokens x heads): 64 MiB of queries in bfloat16, for heads of 128."""
+
+_BLOCK = 128
+"""Tokens of a block, of which none is selected, where the kernels of block attention take windows."""
 
 _QUERIES_OF_SINKS = 2048
 """Queries that share a copy of the sinks at most. A backward kernel has one program for each head and tile of keys,
@@ -57,6 +64,8 @@ class Band:
     """True if the keys are sinks, which queries see that have them behind their window."""
     complete: bool = False
     """True if every query sees every key."""
+    spans: bool = False
+    """True for all queries and keys of a layout, each query with its own span of keys."""
 
     @property
     def fits_kernels(self) -> bool:
@@ -133,7 +142,8 @@ class WindowAttention(LocalAttention):
     def __init__(
         self, window: int, head_dim: int, backend: str = "auto", sinks: int = 0, cap: float | None = None
     ) -> None:
-        """`backend`: auto, or reference for plain PyTorch on any device, which alone has a `cap` of the scores."""
+        """`backend`: auto, triton, or reference for plain PyTorch on any device, which alone has a `cap` of the
+        scores."""
         self.window = window
         self.sinks = sinks
         # Published models with windows are other models without them, also where they generate.
@@ -142,6 +152,7 @@ class WindowAttention(LocalAttention):
         self.scale = head_dim**-0.5
         self.backend = backend
         self.cap = cap
+        self.blocks = BlockAttention(_BLOCK, self.scale, "triton", "attention.window.backend")
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
@@ -165,6 +176,8 @@ class WindowAttention(LocalAttention):
         band: Band,
         kernel: type[VarlenKernel] | None,
     ) -> tuple[Tensor, Tensor]:
+        if band.spans:
+            return self.blocks.attend(q_tHD, k_SKD, v_SKD, layout, *self._selection_and_spans(q_tHD, k_SKD, layout))
         k_sKD, v_sKD = (_given(x, band, kernel) for x in (k_SKD, v_SKD))
         if kernel is None:
             return masked_attend(q_tHD, k_sKD, v_sKD, self._mask(layout, band), self.scale, prefix=False, cap=self.cap)
@@ -176,9 +189,16 @@ class WindowAttention(LocalAttention):
         # A sum of two is rounded once in any dtype. With all keys a query has at most two terms, its window's and its
         # sinks'; a key has one for each call.
         wide = accumulation_dtype(state.q.dtype)
-        dq_THD = torch.zeros_like(state.q, dtype=wide if len(calls) > 1 and layout.k_ranges is not None else None)
-        dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=wide if len(calls) > 1 else None) for x in (state.k, state.v))
-        for band, kernel in calls:
+        spans = bool(calls) and calls[0][0].spans
+        if spans:
+            selection_and_spans = self._selection_and_spans(state.q, state.k, layout)
+            dq_THD, dk_SKD, dv_SKD = self.blocks.attend_backward(state, layout, *selection_and_spans)
+        else:
+            dq_THD, dk_SKD, dv_SKD = (torch.zeros_like(x) for x in (state.q, state.k, state.v))
+        if len(calls) > 1:
+            dq_THD = dq_THD if layout.k_ranges is None else dq_THD.to(wide)
+            dk_SKD, dv_SKD = dk_SKD.to(wide), dv_SKD.to(wide)
+        for band, kernel in calls[int(spans) :]:
             k_sKD, v_sKD = (_given(x, band, kernel) for x in (state.k, state.v))
             part = state.part(rows=band.rows)._replace(k=k_sKD, v=v_sKD)
             # Some heads at a time: the kernel's backward pass takes several times the memory of the queries that it is
@@ -207,13 +227,34 @@ class WindowAttention(LocalAttention):
         # A masked call computes all scores of its tile, so tiles of about the window waste half; a kernel skips what is
         # masked.
         tile = max(self.window, _LEAST_TILE) if kernel is None else max(1, layout.total)
+        spans = self.takes_spans(q_THD, layout)
 
         def make() -> list[Band]:
-            sinks = sink_bands(layout, self.window, self.sinks, tile) if self.sinks else ()
-            return [*bands(q_ranges, k_ranges, self.window, tile), *sinks]
+            sinks = [*sink_bands(layout, self.window, self.sinks, tile)] if self.sinks else []
+            if not spans:
+                return [*bands(q_ranges, k_ranges, self.window, tile), *sinks]
+            whole = Band(*2 * everything, slice(0, layout.queries), slice(None), spans=True)
+            return [whole, *(band for band in sinks if band.complete)]
 
-        found = layout.cached(("window bands", self.window, self.sinks, tile), make)
+        found = layout.cached(("window bands", self.window, self.sinks, tile, spans), make)
         return [(band, kernel if band.fits_kernels else None) for band in found]
+
+    def takes_spans(self, q_THD: Tensor, layout: Layout) -> bool:
+        """True if the Triton kernels are wanted, and take the windows of queries like these."""
+        return self.backend == "triton" and not call_problem(q_THD, layout, _BLOCK, 0)
+
+    def _selection_and_spans(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> tuple[Selection, KeySpans]:
+        """No selected block, and the keys of each query: its window, from the document's first token on if only
+        sinks lie between the two."""
+
+        def make() -> KeySpans:
+            starts_T = layout.cu_seqlens.long()[layout.q_documents]
+            first_T = layout.q_tokens - (self.window - 1)
+            return KeySpans.from_first_tokens(first_T.where(first_T - starts_T >= self.sinks, starts_T), layout)
+
+        selected_HT0 = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], 0), dtype=torch.int32)
+        selection = self.blocks.selection(selected_HT0, q_THD, layout, k_SKD.shape[1])
+        return selection, layout.cached(("window spans", self.window, self.sinks), make)
 
     def _kernel(self, q_THD: Tensor, layout: Layout) -> type[VarlenKernel] | None:
         """The kernel for queries like these; None: there is none."""
@@ -274,8 +315,10 @@ class WindowKind(AttentionKind):
             2048, description="last tokens of its document that a query attends to, its own included"
         )
         sinks: int = Field(0, ge=0, description="first tokens of a document that all of it attends to")
-        backend: Literal["auto", "reference"] = Field(
-            "auto", description="auto: a varlen flash kernel with a window on a GPU; reference: plain PyTorch"
+        backend: Literal["auto", "triton", "reference"] = Field(
+            "auto",
+            description="auto: a varlen flash kernel with a window on a GPU; triton: the kernels of `moba_window`, not "
+            "timed yet; reference: plain PyTorch",
         )
 
     def __init__(self, options: Section, head_dim: int) -> None:
@@ -284,6 +327,14 @@ class WindowKind(AttentionKind):
         self.window = options.window
         self.sinks = options.sinks
         self.attentions = (WindowAttention(options.window, head_dim, options.backend, options.sinks),)
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """A backend that cannot run."""
+        assert isinstance(options, WindowKind.Options)
+        reason = triton_problem(context.device, context.model.head_width, _BLOCK, 0)
+        if options.backend == "triton" and reason:
+            yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 
     def costs(self, model: ModelConfig) -> "WindowCosts":
         """Costs of attention to a window and sinks."""
