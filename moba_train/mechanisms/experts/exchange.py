@@ -38,17 +38,18 @@ def at_their_experts(
     ends_E: Tensor,
     experts: Callable[[Tensor, Tensor, Tensor], Tensor],
     group: str,
-    meanwhile: Callable[[], Tensor | None],
+    x_TD: Tensor,
+    shared: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Results [n, D] of rows that are sorted by expert, in their order, and that of `meanwhile`, which is called while
-    rows travel.
+    """Results [n, D] of rows that are sorted by expert, in their order, and that of `shared`, if any, which computes it
+    from x while rows travel.
 
     weights: of the rows, [n, 1]. ends: where the rows of each of all experts end, int32 [E]. experts: computes the
     results of this rank's experts, given rows sorted by them, their weights, and where those of each end.
     """
     arriving_E, sizes = exchange_counts(ends_E, group)
     arriving_mD, weights_m1, order_m, ends = start_exchange(x_nD, weights_n1, arriving_E, sizes, group)
-    other = meanwhile()
+    other = None if shared is None else shared(after(x_TD, arriving_mD))
     detached = None if other is None else other.detach()
     y_mD = experts(finish_exchange(arriving_mD, x_nD.detach(), order_m, detached), weights_m1, ends)
     return exchange(y_mD, order_m, sizes, len(x_nD), True, group), other
@@ -86,6 +87,11 @@ def _start_exchange(
     return out_mD, weights_m1, order_m, arriving.sum(0).cumsum(0).int()
 
 
+def _after(x_TD: Tensor, arriving_mD: Tensor) -> Tensor:
+    """A copy of x. What is computed from it begins after the transfer, which compiled code may order otherwise."""
+    return x_TD.clone()
+
+
 def _finish_exchange(arriving_mD: Tensor, x_nD: Tensor, order_m: Tensor, other: Tensor | None) -> Tensor:
     """The rows that have arrived, sorted by expert. x: what is sent, which compiled code may not overwrite before;
     other: what is computed meanwhile, which it would compute later otherwise."""
@@ -120,6 +126,7 @@ start_exchange = _operator(
     _start_exchange,
     "(Tensor x, Tensor weights, Tensor arriving, Tensor sizes, str group) -> (Tensor, Tensor, Tensor, Tensor)",
 )
+after = _operator("after_start", _after, "(Tensor x, Tensor arriving) -> Tensor")
 finish_exchange = _operator(
     "finish_exchange", _finish_exchange, "(Tensor arriving, Tensor x, Tensor order, Tensor? other) -> Tensor"
 )
@@ -146,6 +153,11 @@ def _(
     return x_nD.new_empty(rows, x_nD.shape[1]), weights_n1.new_empty(rows, 1), order_m, ends
 
 
+@after.register_fake
+def _(x_TD: Tensor, arriving_mD: Tensor) -> Tensor:
+    return torch.empty_like(x_TD)
+
+
 @finish_exchange.register_fake
 def _(arriving_mD: Tensor, x_nD: Tensor, order_m: Tensor, other: Tensor | None) -> Tensor:
     return torch.empty_like(arriving_mD)
@@ -163,7 +175,8 @@ def _save_started(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _start_backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-    rows_nD, weights_n1 = (exchange(gradient, *ctx.saved_tensors, *ctx.arguments) for gradient in gradients[:2])
+    further = *ctx.saved_tensors, *ctx.arguments  # once: a recomputed block unpacks them no second time
+    rows_nD, weights_n1 = (exchange(gradient, *further) for gradient in gradients[:2])
     return rows_nD, weights_n1, None, None, None
 
 
@@ -177,6 +190,7 @@ def _exchange_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return exchange(gradient, *ctx.saved_tensors, *ctx.arguments), None, None, None, None, None
 
 
+after.register_autograd(lambda _, gradient_TD: (gradient_TD, None))
 start_exchange.register_autograd(_start_backward, setup_context=_save_started)
 # The gradient of what arrives stays sorted by expert: `_start_backward` restores the order.
 finish_exchange.register_autograd(lambda _, gradient_mD: (gradient_mD, None, None, None))

@@ -64,23 +64,22 @@ class MixtureOfExperts(RegisteredFeedForward):
         rows_nD = gather_rows(x_TD, tokens_n, places_Tk)
         weights_Tk = token_weights(scores_TE, experts_Tk, router)
         weights_n1 = gather_rows(weights_Tk.view(-1, 1), order_n, places_n[:, None])
-        found: Tensor | None = None
+        shared = None if self.shared is None else self._shared
+        given = rows_nD, weights_n1, ends_E
         if self.ep_group is None:
-            y_nD = self.experts(rows_nD, weights_n1, ends_E)
-            found = self._shared(x_TD)
+            y_nD = self.experts(*given)
+            found = None if shared is None else shared(x_TD)
         else:
-            given = rows_nD, weights_n1, ends_E
-            y_nD, found = at_their_experts(*given, self.experts, self.ep_group, lambda: self._shared(x_TD))
+            y_nD, found = at_their_experts(*given, self.experts, self.ep_group, x_TD, shared)
         update_TD = sum_rows(y_nD, tokens_n, places_Tk)
         auxiliary_T = auxiliary_loss(logits_TE, scores_TE, load_SE, sequence_T, router)
         if auxiliary_T is not None and self.tp > 1:
             auxiliary_T = auxiliary_T.chunk(self.tp)[self.tp_rank]
         return update_TD if found is None else update_TD + found, auxiliary_T
 
-    def _shared(self, x_TD: Tensor) -> Tensor | None:
+    def _shared(self, x_TD: Tensor) -> Tensor:
         shared = self.shared
-        if shared is None:
-            return None
+        assert shared is not None
         if self.tp == 1:
             out_TD: Tensor = shared(x_TD)
         else:

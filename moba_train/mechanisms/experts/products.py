@@ -33,8 +33,8 @@ class Experts(nn.Module):
         self.down_proj = Projections(number, width, hidden_size, options.bias)
 
     def forward(self, x_nD: Tensor, weights_n1: Tensor, ends_E: Tensor) -> Tensor:
-        """Results [n, D] of rows that are sorted by expert, times the routers' weights [n, 1], float32 at least; `ends`,
-        int32: where those of each expert end.
+        """Results [n, D] of rows that are sorted by expert, times the router's weights [n, 1], float32 at least;
+        `ends`, int32: where those of each expert end.
 
         The weights multiply what the down projection is given: their gradients then need no result of it, which a
         recomputed block would have to compute, and fetch from other ranks, again.
@@ -62,7 +62,8 @@ class Projections(MatrixStack):
         y_nB = grouped_product(x_nA, local_weight(self.weight), ends_E)
         if self.bias is None:
             return y_nB
-        # A product with ones or weights, the fewest columns that 16 bits allow: its gradient is a sum in float32 in a fixed order.
+        # A product with ones or weights, the fewest columns that 16 bits allow: its gradient is a sum in float32 in a
+        # fixed order.
         bias_EB8 = F.pad(local_weight(self.bias).unsqueeze(2), (0, 7))
         ones_n1 = x_nA.new_ones(x_nA.shape[0], 1) if weights_n1 is None else weights_n1.to(x_nA.dtype)
         return y_nB + grouped_product(F.pad(ones_n1, (0, 7)), bias_EB8, ends_E)
