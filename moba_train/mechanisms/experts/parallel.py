@@ -81,6 +81,7 @@ def shard(module: Any, dims: ParallelDims, unit: Callable[..., None]) -> None:
         _distribute(stack, mesh, {parameter: placed for parameter, _ in stack.named_parameters()})
     if dims.ep > 1:
         module.ep_group = named(dims.expert_mesh.get_group("ep"))
+        # Else torch.compile stops at the number of rows that arrive, and runs a recomputed block uncompiled.
         dynamo_config().capture_dynamic_output_shape_ops = True
         copies = ("dp_replicate",) if dims.sizes.dp_replicate > 1 else ()
         unit([module.experts], dims.expert_mesh[(*copies, "experts_shard")])
