@@ -59,12 +59,16 @@ def forward_spans(
     top_M = tl.full([M], LOWEST, tl.float32)
     sum_M = tl.zeros([M], tl.float32)
     out_MD = tl.zeros([M, D], tl.float32)
+    # Tiles of keys in between, nearly all of a long span's, need no mask.
+    inner_low, inner_high = tl.max(first_M), tl.min(end_M)
     for at in tl.range(low, high, N):
         k_ND = k_desc.load([at, tl.program_id(1) * D])
         v_ND = v_desc.load([at, tl.program_id(1) * D])
-        key = at + tl.arange(0, N)
-        seen = (key[None, :] >= first_M[:, None]) & (key[None, :] < end_M[:, None])
-        s = tl.where(seen, tl.dot(q_MD, k_ND.T), float("-inf"))
+        s = tl.dot(q_MD, k_ND.T)
+        if (at < inner_low) | (at + N > inner_high):
+            key = at + tl.arange(0, N)
+            seen = (key[None, :] >= first_M[:, None]) & (key[None, :] < end_M[:, None])
+            s = tl.where(seen, s, float("-inf"))
         new_M = tl.maximum(top_M, tl.max(s, 1) * scale_log2)
         p = tl.math.exp2(s * scale_log2 - new_M[:, None])
         shrink_M = tl.math.exp2(top_M - new_M)
@@ -88,13 +92,16 @@ def dq_spans(
     heads = tl.num_programs(1) * G
     q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, at_M, head, heads, ok, stride_t, D)
     dq_MD = tl.zeros([M, D], tl.float32)
+    inner_low, inner_high = tl.max(first_M), tl.min(end_M)
     for at in tl.range(low, high, N):
         k_ND = k_desc.load([at, tl.program_id(1) * D])
         v_ND = v_desc.load([at, tl.program_id(1) * D])
-        key = at + tl.arange(0, N)
-        seen = (key[None, :] >= first_M[:, None]) & (key[None, :] < end_M[:, None])
         p = tl.math.exp2(tl.dot(q_MD, k_ND.T) * (scale * LOG2_E) - lse_M[:, None])
-        ds = tl.where(seen, p, 0.0) * (tl.dot(dout_MD, v_ND.T) - delta_M[:, None])
+        if (at < inner_low) | (at + N > inner_high):
+            key = at + tl.arange(0, N)
+            seen = (key[None, :] >= first_M[:, None]) & (key[None, :] < end_M[:, None])
+            p = tl.where(seen, p, 0.0)
+        ds = p * (tl.dot(dout_MD, v_ND.T) - delta_M[:, None])
         dq_MD = tl.dot(ds.to(q_MD.dtype), k_ND, dq_MD)
     offset = (at_M.to(tl.int64) * heads + head) * D
     tl.store(dq + offset[:, None] + tl.arange(0, D)[None, :], (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
@@ -117,6 +124,7 @@ def dkdv_spans(
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_ND = tl.zeros([N, D], tl.float32)
     low = tl.min(first_N)
+    inner_low, inner_high = tl.max(first_N), tl.min(end_N)
     tiles = tl.maximum(tl.cdiv(tl.max(end_N) - low, M), 0)
     divisor = tl.maximum(tiles, 1)  # dividing by zero is undefined (`dkdv_diagonal`)
     for i in tl.range(0, tiles * G):
@@ -125,9 +133,10 @@ def dkdv_spans(
         dout_MD = dout_desc.load([at, head * D])
         at_M = at + tl.arange(0, M)
         lse_M, delta_M = load_stats(stats, at_M, head, heads, at_M < tokens)
-        seen = (first_N[:, None] <= at_M[None, :]) & (at_M[None, :] < end_N[:, None])
         p = tl.math.exp2(tl.dot(k_ND, q_MD.T) * (scale * LOG2_E) - lse_M[None, :])
-        p = tl.where(seen, p, 0.0)
+        if (at < inner_low) | (at + M > inner_high):
+            seen = (first_N[:, None] <= at_M[None, :]) & (at_M[None, :] < end_N[:, None])
+            p = tl.where(seen, p, 0.0)
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
         ds = p * (tl.dot(v_ND, dout_MD.T) - delta_M[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
