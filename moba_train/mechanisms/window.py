@@ -28,7 +28,7 @@ from moba_train.attention.kernels.common.reference import (
     masked_attend_backward,
 )
 from moba_train.attention.kernels.table import call_problem, triton_problem
-from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
+from moba_train.attention.kernels.varlen import FlashAttention4, PackagedFlash2, Segments, TorchFlash, VarlenKernel
 from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
@@ -227,7 +227,7 @@ class WindowAttention(LocalAttention):
         # A masked call computes all scores of its tile, so tiles of about the window waste half; a kernel skips what is
         # masked.
         tile = max(self.window, _LEAST_TILE) if kernel is None else max(1, layout.total)
-        spans = self.takes_spans(q_THD, layout)
+        spans = kernel is not FlashAttention4 and self.takes_spans(q_THD, layout)
 
         def make() -> list[Band]:
             sinks = [*sink_bands(layout, self.window, self.sinks, tile)] if self.sinks else []
@@ -261,7 +261,7 @@ class WindowAttention(LocalAttention):
         documents = layout.cu_seqlens.numel() - 1
         if self.backend == "reference":
             return None
-        for kernel in (TorchFlash, PackagedFlash2):
+        for kernel in (FlashAttention4, TorchFlash, PackagedFlash2):
             if documents <= kernel.most_segments and not kernel.refuses(q_THD):
                 return kernel
         return None

@@ -36,7 +36,7 @@ class Cpu(VarlenKernel):
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """out [N, H, D] and lse [H, N]; (0, -inf) for rows without keys."""
-        # A window goes to FlashAttention-2 or to the reference (mechanisms/window.py).
+        # A window goes to a kernel of the GPU or to the reference (mechanisms/window.py).
         assert segments.window is None
         heads = q_NHD.shape[1]
         out_NHD = torch.zeros(q_NHD.shape, dtype=q_NHD.dtype)
@@ -230,6 +230,11 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
         set_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
+def _left(segments: Segments) -> int | None:
+    """The keys that a query sees before the last one, as flash-attn-4 counts them; None for all."""
+    return None if segments.window is None else segments.window - 1
+
+
 class FlashAttention4(VarlenKernel):
     """Written against 4.0.0b18 on compute capability 9.0."""
 
@@ -238,11 +243,11 @@ class FlashAttention4(VarlenKernel):
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """out [N, H, D] and lse [H, N]; the library itself marks rows without keys with (0, -inf)."""
-        assert segments.window is None
         from flash_attn.cute.interface import _flash_attn_fwd
 
         tensors = (x.contiguous() for x in (q_NHD, k_SKD, v_SKD))
-        out, lse, *_ = _flash_attn_fwd(*tensors, **segments.named(), softmax_scale=scale, return_lse=True)
+        named = {**segments.named(), "window_size_left": _left(segments)}
+        out, lse, *_ = _flash_attn_fwd(*tensors, **named, softmax_scale=scale, return_lse=True)
         return out, lse
 
     @staticmethod
@@ -259,6 +264,7 @@ class FlashAttention4(VarlenKernel):
         dq, dk, dv = _flash_attn_bwd(
             *(x.contiguous() for x in (q, k, v, out, dout, lse)),
             **segments.named(),
+            window_size_left=_left(segments),
             softmax_scale=scale,
             deterministic=deterministic and open_order,
         )

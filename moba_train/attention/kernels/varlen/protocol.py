@@ -34,7 +34,7 @@ class Segments:
     """The last query of a segment sees all of its keys, the one before all but the last, and so on; otherwise all see
     all. No segment has fewer keys than queries."""
     window: int | None = None
-    """A query of causal segments sees at most this many keys, the last ones. FlashAttention-2 alone can do it."""
+    """A query of causal segments sees at most this many keys, the last ones. The CPU's kernel cannot do it."""
 
     def named(self) -> dict[str, Any]:
         """Keyword arguments as the flash-attn packages name them."""
