@@ -1,9 +1,9 @@
 """Sliding-window attention as a LocalAttention: every query sees the last tokens of its document, and its first ones.
 
-On CUDA a varlen flash kernel masks the band, elsewhere kernels/common/reference.py. Both are given the keys of the
-band alone, so that the work is T times the window, not T squared. To Triton kernels, if asked for, a window is a span
-of neighbouring keys (kernels/triton/spans.py). The first tokens, or sinks (StreamingLLM, Xiao et al. 2023,
-arXiv:2309.17453), are further calls for each document that is longer than the window.
+On CUDA, a window is a span of neighbouring keys to the Triton kernels (kernels/triton/spans.py); a varlen flash kernel,
+or elsewhere kernels/common/reference.py, masks a band and is given its keys alone. So the work is T times the window,
+not T squared. The first tokens, or sinks (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453), are part of the spans, or
+further calls for each document that is longer than the window.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
@@ -64,8 +64,6 @@ class Band:
     """True if the keys are sinks, which queries see that have them behind their window."""
     complete: bool = False
     """True if every query sees every key."""
-    spans: bool = False
-    """True for all queries and keys of a layout, each query with its own span of keys."""
 
     @property
     def fits_kernels(self) -> bool:
@@ -158,6 +156,8 @@ class WindowAttention(LocalAttention):
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D], lse [H, T]) over the given keys in each query's window."""
+        if self.takes_spans(q_THD, layout):
+            return self.blocks.attend(q_THD, k_SKD, v_SKD, layout, *self._selection_and_spans(q_THD, k_SKD, layout))
         calls = self._calls(q_THD, layout)
         parts = (self._attend(q_THD[band.rows], k_SKD, v_SKD, layout, band, kernel) for band, kernel in calls)
         # What the first call gives is joined with nothing only where it lacks some of the queries.
@@ -176,8 +176,6 @@ class WindowAttention(LocalAttention):
         band: Band,
         kernel: type[VarlenKernel] | None,
     ) -> tuple[Tensor, Tensor]:
-        if band.spans:
-            return self.blocks.attend(q_tHD, k_SKD, v_SKD, layout, *self._selection_and_spans(q_tHD, k_SKD, layout))
         k_sKD, v_sKD = (_given(x, band, kernel) for x in (k_SKD, v_SKD))
         if kernel is None:
             return masked_attend(q_tHD, k_sKD, v_sKD, self._mask(layout, band), self.scale, prefix=False, cap=self.cap)
@@ -185,20 +183,15 @@ class WindowAttention(LocalAttention):
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
+        if self.takes_spans(state.q, layout):
+            return self.blocks.attend_backward(state, layout, *self._selection_and_spans(state.q, state.k, layout))
         calls = self._calls(state.q, layout)
         # A sum of two is rounded once in any dtype. With all keys a query has at most two terms, its window's and its
         # sinks'; a key has one for each call.
         wide = accumulation_dtype(state.q.dtype)
-        spans = bool(calls) and calls[0][0].spans
-        if spans:
-            selection_and_spans = self._selection_and_spans(state.q, state.k, layout)
-            dq_THD, dk_SKD, dv_SKD = self.blocks.attend_backward(state, layout, *selection_and_spans)
-        else:
-            dq_THD, dk_SKD, dv_SKD = (torch.zeros_like(x) for x in (state.q, state.k, state.v))
-        if len(calls) > 1:
-            dq_THD = dq_THD if layout.k_ranges is None else dq_THD.to(wide)
-            dk_SKD, dv_SKD = dk_SKD.to(wide), dv_SKD.to(wide)
-        for band, kernel in calls[int(spans) :]:
+        dq_THD = torch.zeros_like(state.q, dtype=wide if len(calls) > 1 and layout.k_ranges is not None else None)
+        dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=wide if len(calls) > 1 else None) for x in (state.k, state.v))
+        for band, kernel in calls:
             k_sKD, v_sKD = (_given(x, band, kernel) for x in (state.k, state.v))
             part = state.part(rows=band.rows)._replace(k=k_sKD, v=v_sKD)
             # Some heads at a time: the kernel's backward pass takes several times the memory of the queries that it is
@@ -227,16 +220,12 @@ class WindowAttention(LocalAttention):
         # A masked call computes all scores of its tile, so tiles of about the window waste half; a kernel skips what is
         # masked.
         tile = max(self.window, _LEAST_TILE) if kernel is None else max(1, layout.total)
-        spans = kernel is not FlashAttention4 and self.takes_spans(q_THD, layout)
 
         def make() -> list[Band]:
-            sinks = [*sink_bands(layout, self.window, self.sinks, tile)] if self.sinks else []
-            if not spans:
-                return [*bands(q_ranges, k_ranges, self.window, tile), *sinks]
-            whole = Band(*2 * everything, slice(0, layout.queries), slice(None), spans=True)
-            return [whole, *(band for band in sinks if band.complete)]
+            sinks = sink_bands(layout, self.window, self.sinks, tile) if self.sinks else ()
+            return [*bands(q_ranges, k_ranges, self.window, tile), *sinks]
 
-        found = layout.cached(("window bands", self.window, self.sinks, tile, spans), make)
+        found = layout.cached(("window bands", self.window, self.sinks, tile), make)
         return [(band, kernel if band.fits_kernels else None) for band in found]
 
     def takes_spans(self, q_THD: Tensor, layout: Layout) -> bool:
@@ -244,13 +233,12 @@ class WindowAttention(LocalAttention):
         return self.backend == "triton" and not call_problem(q_THD, layout, _BLOCK, 0)
 
     def _selection_and_spans(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> tuple[Selection, KeySpans]:
-        """No selected block, and the keys of each query: its window, from the document's first token on if only
-        sinks lie between the two."""
+        """No selected block, and the keys of each query."""
 
         def make() -> KeySpans:
             starts_T = layout.cu_seqlens.long()[layout.q_documents]
-            first_T = layout.q_tokens - (self.window - 1)
-            return KeySpans.from_first_tokens(first_T.where(first_T - starts_T >= self.sinks, starts_T), layout)
+            first_T = torch.maximum(layout.q_tokens - (self.window - 1), starts_T)
+            return KeySpans.from_first_tokens(first_T, layout, self.sinks)
 
         selected_HT0 = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], 0), dtype=torch.int32)
         selection = self.blocks.selection(selected_HT0, q_THD, layout, k_SKD.shape[1])

@@ -11,7 +11,7 @@ from tests.attention.quick_interpreter import quicken
 quicken()
 
 
-@pytest.mark.parametrize(("width", "sinks"), [(1, 0), (100, 0), (70, 3), (1000, 3)])
+@pytest.mark.parametrize(("width", "sinks"), [(1, 0), (100, 0), (70, 3), (20, 5), (1000, 3)])
 def test_windows_are_spans(width: int, sinks: int) -> None:
     lengths = [210, 0, 1, 60]
     tensors, layout = inputs(lengths, 2, 1, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
