@@ -288,7 +288,9 @@ def _layer_problems(model: ModelConfig, stages: Sequence[Stage]) -> Iterator[str
                     "with one softmax, such as full, moba and window"
                 )
             if kind.projects(kind.options) != (bare := model.is_bare(layer)):
-                words = ("names", "needs its projections") if bare else ("does not name", "has projections of its own")
+                words = ("does not name", "has projections of its own")
+                if bare:
+                    words = ("names", "needs its projections; allowed: kinds with their own, such as gdn with heads")
                 yield f"model.bare_layers: {words[0]} layer {layer}, where {which} {words[1]}"
 
 

@@ -277,6 +277,9 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is "),
         ("gpt_oss", {"num_experts_per_tok": 200}, "active: given 200"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("llama", {"is_causal": False}, "is_causal is false, allowed: True"),
+        ("gemma3_text", {"is_causal": False}, "is_causal is false, allowed: True"),
+        ("mistral", {"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config is .* allowed: None"),
     ],
 )
 def test_what_changes_the_function_is_refused_by_its_key(
