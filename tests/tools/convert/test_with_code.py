@@ -300,6 +300,7 @@ def test_the_card_says_what_the_run_knows(exported: Exported) -> None:
     assert "| long | 256 | 512 |" in card
     assert "books (75.0%), web (25.0%)" in card
     assert card.count(".from_pretrained(FOLDER, trust_remote_code=True)") == 2  # for the tokenizer, not to be asked
+    assert '`moba_decode="own"` they attend as their layer does, unless it is `seer`.' in card
     for entry in json.loads((exported.folder / "config.json").read_text())["moba"]["layers"]:
         assert f"| {entry['kind']} |" in card
     assert "The run folder has no evaluation of this checkpoint." in card
