@@ -126,7 +126,8 @@ def test_a_static_cache_generates_the_same(exported: Exported) -> None:
 def test_speculative_decoding_cuts_the_cache(exported: Exported) -> None:
     """Guesses are those of the prompt, and those of a model that attends otherwise."""
     for name in ("looked up", "assisted"):
-        assert exported.answers[name].tolist() == exported.answers["generated own"][0].tolist()
+        # transformers 5.0 may give one more than it was asked for.
+        assert exported.answers[name].tolist()[:NEW] == exported.answers["generated own"][0].tolist()
 
 
 @pytest.mark.parametrize("exported", ["states"], indirect=True)
