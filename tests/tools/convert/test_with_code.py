@@ -126,7 +126,8 @@ def test_a_static_cache_generates_the_same(exported: Exported) -> None:
 def test_speculative_decoding_cuts_the_cache(exported: Exported) -> None:
     """Guesses are those of the prompt, and those of a model that attends otherwise."""
     for name in ("looked up", "assisted"):
-        assert exported.answers[name].tolist() == exported.answers["generated own"][0].tolist()
+        # transformers 5.0 may give one more than it was asked for.
+        assert exported.answers[name].tolist()[:NEW] == exported.answers["generated own"][0].tolist()
 
 
 @pytest.mark.parametrize("exported", ["states"], indirect=True)
@@ -300,6 +301,7 @@ def test_the_card_says_what_the_run_knows(exported: Exported) -> None:
     assert "| long | 256 | 512 |" in card
     assert "books (75.0%), web (25.0%)" in card
     assert card.count(".from_pretrained(FOLDER, trust_remote_code=True)") == 2  # for the tokenizer, not to be asked
+    assert '`moba_decode="own"` they attend as their layer does, unless it is `seer`.' in card
     for entry in json.loads((exported.folder / "config.json").read_text())["moba"]["layers"]:
         assert f"| {entry['kind']} |" in card
     assert "The run folder has no evaluation of this checkpoint." in card

@@ -7,7 +7,7 @@ Each layer attends as its entry of `moba.layers` in config.json says, by one of 
 Qwen2's or Qwen3's, or else in `moba.model` and `moba.ropes`. A prompt is read with each layer's own attention. New
 tokens, one at a time, attend to every token before them, as in MoBA's paper, unless `moba_decode` is "own":
 from_pretrained(..., moba_decode="own"). Several tokens in one call always attend as their layer does, so speculative
-decoding needs "own". Layers with a window or a state know one way only.
+decoding needs "own". Layers with a window or a state and those of `seer` know one way only.
 
 The folder kernels/ next to config.json holds Triton kernels for prompts in bfloat16 and float16 on CUDA. It may be left
 out: everything is computed in plain PyTorch then.
