@@ -19,6 +19,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.mechanisms.experts.exchange import named
 from moba_train.mechanisms.experts.options import MoeOptions
 from moba_train.parallel.dims import ParallelDims, StageDims
+from moba_train.torch_private import dynamo_config
 
 _COLUMNS = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}
 """Dimension of each stack of weights that is the width of an expert."""
@@ -80,6 +81,8 @@ def shard(module: Any, dims: ParallelDims, unit: Callable[..., None]) -> None:
         _distribute(stack, mesh, {parameter: placed for parameter, _ in stack.named_parameters()})
     if dims.ep > 1:
         module.ep_group = named(dims.expert_mesh.get_group("ep"))
+        # Else torch.compile stops at the number of rows that arrive, and runs a recomputed block uncompiled.
+        dynamo_config().capture_dynamic_output_shape_ops = True
         copies = ("dp_replicate",) if dims.sizes.dp_replicate > 1 else ()
         unit([module.experts], dims.expert_mesh[(*copies, "experts_shard")])
 
