@@ -48,7 +48,7 @@ def _setup(run: ResolvedRun) -> str:
 
 
 def _addresses(run: ResolvedRun) -> dict[str, str]:
-    """What `init_from` and the section `checkpoint` give, which may be addresses, by key."""
+    """Values of `init_from` and of the section `checkpoint` that may be addresses, by key."""
     stores = {name: str(getattr(setting, "address", "")) for name, _, setting in run.checkpoint.asked_for()}
     return stores | {"init_from": run.init_from or ""}
 
