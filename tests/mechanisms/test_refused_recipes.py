@@ -1,6 +1,8 @@
 """Recipes whose mechanisms cannot work on their layout, model or device are refused with the key to change."""
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from moba_train.config.mesh import MeshSizes
 from moba_train.errors import ConfigError
@@ -145,6 +147,16 @@ def test_experts_that_cannot_be_are_refused_with_their_key(
     load: Load, overrides: list[str], ranks: int, problem: str
 ) -> None:
     assert_refused(load(*overrides), problem, ranks)
+
+
+def test_a_torch_that_cannot_take_experts_backward_passes_apart_is_named(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load(MOE, "parallel={pp: 2, pp_schedule: zero_bubble}")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    check(recipe)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    assert_refused(recipe, "parallel.pp_schedule: given 'zero_bubble' with experts, whose backward passes torch 2.11.0")
 
 
 def test_the_plan_counts_the_experts_that_a_token_passes_through(load: Load) -> None:

@@ -8,6 +8,7 @@ others have come to them. All other weights are sharded and summed over dp_shard
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -121,6 +122,11 @@ def problems(options: MoeOptions, recipe: RunConfig, ranks: int | None, device: 
         )
     if ep > 1 and parallel.fsdp_copy_engines:
         yield f".parallel.fsdp_copy_engines: given true with parallel.ep: {ep}; set false, or ep to 1"
+    if parallel.pp > 1 and parallel.pp_schedule == "zero_bubble" and torch.__version__ < "2.12":
+        yield (
+            f".parallel.pp_schedule: given 'zero_bubble' with experts, whose backward passes torch {torch.__version__} "
+            "cannot take apart; set 1f1b or interleaved_1f1b, or install torch 2.13"
+        )
     if options.bias and parallel.tp > 1:
         yield f".parallel.tp: given {parallel.tp} with model.moe.bias: true, whose biases it cannot divide; set 1"
     if recipe.optim.kind == "muon" and parallel.tp > 1:
