@@ -331,7 +331,8 @@ class WindowKind(AttentionKind):
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
         """A backend that cannot run."""
-        assert isinstance(options, WindowKind.Options)
+        if not isinstance(options, WindowKind.Options):  # of `capped`, which has no backends
+            return
         reason = triton_problem(context.device, context.model.head_width, _BLOCK, 0)
         if options.backend == "triton" and reason:
             yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
