@@ -105,8 +105,8 @@ class RegisteredFeedForward(nn.Module, ABC):
 
     @classmethod
     def adding_buffers(cls, options: Section) -> dict[str, Any]:
-        """The options by path that give it buffers. A run may add them, as zeros, to the model that it begins with, but
-        may not drop those that this has."""
+        """The options by path that give the layer buffers. A run may add these, as zeros, to the model that it begins
+        with (`init_from`), but may not drop them."""
         return {}
 
     @abstractmethod

@@ -448,8 +448,8 @@ def _fallback_problems(run_dir: str, fallback_dir: str | None) -> Iterator[str]:
 def _save_problems(
     checkpoint: CheckpointConfig, reaction: str, evaluated_every: int, validation: Sequence[SourceConfig]
 ) -> Iterator[str]:
-    """Checkpoints that a `reaction` to spikes or the choice of the best ones needs and that are not saved, or not
-    evaluated."""
+    """Checkpoints that a `reaction` to spikes, copies elsewhere or the choice of the best ones needs and that are not
+    saved, or not evaluated."""
     every = checkpoint.every
     if every is None and reaction == "rollback":
         yield "health.spike.reaction: given 'rollback', which needs checkpoints; set checkpoint.every, which is null"

@@ -122,8 +122,8 @@ class Family:
     own_ropes: ClassVar[bool] = False
     """True if `written` has all that a config says of rotary embeddings."""
     is_ours: ClassVar[bool] = False
-    """True if its files have all of our checkpoints: buffers, such as the bias of the choice of experts, and parameters
-    of the attention kinds in `moba.layers`."""
+    """True if its files have all that our checkpoints have: also buffers, such as the bias of the choice of experts,
+    and parameters of the attention kinds in `moba.layers`."""
     heads_divide_width: ClassVar[bool] = True
     """True if transformers refuses models whose heads do not divide the hidden size."""
     others: ClassVar[frozenset[str]] = frozenset()

@@ -310,6 +310,7 @@ BY_TYPE = {"full_attention": {"rope_theta": 777.0}, "sliding_attention": {"rope_
         ("llama", {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 5e5}, []),
         ("llama", {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, ["rope_parameters.factor"]),
         ("llama", {"rope_scaling": YARN, "rope_parameters": YARN}, []),
+        ("llama", {"rope_scaling": YARN, "rope_parameters": 1}, ["rope_parameters"]),
         (
             "qwen3",
             {"rope_scaling": YARN | {"attention_factor": None, "low_freq_factor": 1.0}},
