@@ -138,7 +138,7 @@ def _folder(rank: int, world: int) -> Iterator[Path]:
     """A temporary folder that all ranks share, with a folder for each, named by its rank; rank 0 removes it."""
     # Every rank has the same corpus in a folder of its own; rank 0's run folder holds for all. The name has the process
     # that all ranks have in common, torchrun's, so that one that was killed is not in the way of the next.
-    folder = Path(tempfile.gettempdir()) / f"own-rank-{os.getppid() if world > 1 else os.getpid()}"
+    folder = Path(tempfile.gettempdir()) / f"training-profile-{os.getppid() if world > 1 else os.getpid()}"
     (folder / str(rank)).mkdir(parents=True)
     try:
         yield folder

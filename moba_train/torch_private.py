@@ -163,7 +163,7 @@ def symmetric_memory() -> ModuleType:
 
 def dynamo_config() -> Any:
     """Tried with torch 2.11 and 2.13. Without it: a model whose layers differ is compiled for a few of their forms
-    only, and the others run uncompiled (parallel/fsdp.py)."""
+    only, and the others run uncompiled (parallel/fsdp.py), as do blocks of experts with `ep` (experts/parallel.py)."""
     import torch._dynamo
 
     return torch._dynamo.config

@@ -120,8 +120,8 @@ class ModelConfig(OpenSection):
     centered_norms: bool = Field(False, description="norms multiply by 1 + their weight, which begins at 0 (Gemma)")
     activation: Literal["silu", "gelu_tanh", "clamped"] = Field(
         "silu",
-        description="of the gated feed-forward; clamped: min(gate, 7) sigmoid(1.702 gate) (up + 1), with up within +-7 "
-        "(MiniMax-M3)",
+        description="of dense layers' gated feed-forward; clamped: min(gate, 7) sigmoid(1.702 gate) (up + 1), with up "
+        "within +-7 (MiniMax-M3)",
     )
     embedding_scale: float = Field(1.0, gt=0, description="factor on embeddings")
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; null: head_dim ** -0.5")

@@ -103,6 +103,12 @@ class RegisteredFeedForward(nn.Module, ABC):
         """The options by path that shape the layer's function and its parameters, without `layers`, and without those
         that only train it."""
 
+    @classmethod
+    def adding_buffers(cls, options: Section) -> dict[str, Any]:
+        """The options by path that give the layer buffers. A run may add these, as zeros, to the model that it begins
+        with (`init_from`), but may not drop them."""
+        return {}
+
     @abstractmethod
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         """The update of the residual stream [T, D], and the auxiliary loss of each token, float32 [T], or None; it is

@@ -68,7 +68,7 @@ def part_problems(
         model, config.attention, config.stages, parallel, here, config.deterministic, allow_idle, training
     )
     problems = [
-        *_model_problems(model),
+        *_model_problems(model, allow_idle),
         *_rope_problems(model.rope, model, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
         *_objective_problems(config),
@@ -162,7 +162,7 @@ def _feed_forward_problems(config: RunConfig, shards: int | None, here: str | No
     for name, options in given.items():
         for problem in FEED_FORWARDS[name].parallel.problems(options, config, shards, here):
             yield problem.removeprefix(".") if problem.startswith(".") else f"model.{name}.{problem}"
-    if config.parallel.ep > 1 and not given:
+    if config.parallel.ep > 1 and not any(map(config.model.feed_forward, range(config.model.layers))):
         yield f"parallel.ep: given {config.parallel.ep}, but the model has no experts; set 1, or give model.moe"
 
 
@@ -251,7 +251,12 @@ def _folder_problems(run_dir: str, fallback_dir: str | None) -> Iterator[str]:
             yield f"{key}: given {given!r}, which {what}; allowed: a folder, which is made if need be"
 
 
-def _model_problems(model: ModelConfig) -> Iterator[str]:
+def _model_problems(model: ModelConfig, allow_idle: bool) -> Iterator[str]:
+    if not allow_idle and model.activation != "silu" and all(map(model.feed_forward, range(model.layers))):
+        yield (
+            f"model.activation: given {model.activation!r}, but all layers have experts, which compute silu or what "
+            "model.moe.clamp says; set silu"
+        )
     if model.heads % model.kv_heads:
         fits = allowed_divisors(model.heads)
         yield f"model.kv_heads: given {model.kv_heads}, which does not divide heads {model.heads}; {fits}"
@@ -283,7 +288,9 @@ def _layer_problems(model: ModelConfig, stages: Sequence[Stage]) -> Iterator[str
                     "with one softmax, such as full, moba and window"
                 )
             if kind.projects(kind.options) != (bare := model.is_bare(layer)):
-                words = ("names", "needs its projections") if bare else ("does not name", "has projections of its own")
+                words = ("does not name", "has projections of its own")
+                if bare:
+                    words = ("names", "needs its projections; allowed: kinds with their own, such as gdn with heads")
                 yield f"model.bare_layers: {words[0]} layer {layer}, where {which} {words[1]}"
 
 
@@ -441,8 +448,8 @@ def _fallback_problems(run_dir: str, fallback_dir: str | None) -> Iterator[str]:
 def _save_problems(
     checkpoint: CheckpointConfig, reaction: str, evaluated_every: int, validation: Sequence[SourceConfig]
 ) -> Iterator[str]:
-    """Checkpoints that a `reaction` to spikes or the choice of the best ones needs and that are not saved, or not
-    evaluated."""
+    """Checkpoints that a `reaction` to spikes, copies elsewhere or the choice of the best ones needs and that are not
+    saved, or not evaluated."""
     every = checkpoint.every
     if every is None and reaction == "rollback":
         yield "health.spike.reaction: given 'rollback', which needs checkpoints; set checkpoint.every, which is null"

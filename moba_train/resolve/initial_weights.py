@@ -116,7 +116,8 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
         left_out: set[str] = set()
     else:
         theirs = {kind_prefix(layer, kind) for layer, kind in _source_kinds(folder)}
-        load_model(model, folder, optional=own | theirs, verify=True, without=added)
+        buffers = {name for name, _ in model.named_buffers()}  # those of which the checkpoint has none stay zero
+        load_model(model, folder, optional=own | theirs | buffers, verify=True, without=added)
         source = f"the checkpoint {folder}"
         tensors = CheckpointReader(folder).tensors if own or theirs else {}
         saved = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
@@ -207,12 +208,28 @@ def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -
 def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
     """Differences between the recipe's `model` and the model that `folder` holds, one text for each key."""
     ours = comparable(model)
-    theirs = comparable(source_model(folder))
+    source = source_model(folder)
+    theirs = comparable(source)
     for key in ours | theirs:
         value = theirs.get(key)
         if ours.get(key) != value:
             hint = "; a stage may change it, stages[i].rope" if key == "rope" else ""
             yield f"model.{key}: given {given(ours.get(key))}, but init_from ({folder}) has {given(value)}{hint}"
+    kept = _buffers(model)
+    yield from (
+        f"model.{key}: init_from ({folder}) has {given(value)} and its buffers, which this recipe would drop; set that"
+        for key, value in _buffers(source).items()
+        if key not in kept
+    )
+
+
+def _buffers(model: ModelConfig) -> dict[str, Any]:
+    """Keys of `model` that give its feed-forwards buffers, with their values."""
+    return {
+        f"{name}.{key}": value
+        for name, options in model.given_feed_forwards.items()
+        for key, value in FEED_FORWARDS[name].adding_buffers(options).items()
+    }
 
 
 def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:

@@ -145,8 +145,10 @@ def _checkpointing_warnings(
     inner = {width for layer in range(model.layers) for width in feed_forward_costs(model, layer).widths}
     for inner_width in sorted(inner if policy in ("selective", "budget") else ()):
         if same := [name for name, width in widths.items() if width == inner_width]:
+            owners = () if inner_width == model.intermediate_size else model.given_feed_forwards
+            key = f"model.{''.join(f'{name}.' for name in owners)}intermediate_size"
             yield (
-                f"model.intermediate_size: given {inner_width}, as large as {' and '.join(same)}: activation "
+                f"{key}: gives {inner_width} columns, as large as {' and '.join(same)}: activation "
                 "checkpointing distinguishes matrix products by the sizes of their weights, so that it keeps other "
                 f"results and recomputes more products than planned with activation_checkpointing: {policy}; set it to "
                 "none or full, or choose another intermediate_size; no result of training changes"

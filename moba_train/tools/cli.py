@@ -398,7 +398,9 @@ def hf_to_moba(
     experts: Annotated[
         int | None, typer.Option(min=2, help="upcycle a dense model: copies of each feed-forward, as experts")
     ] = None,
-    active: Annotated[int, typer.Option(min=1, help="with --experts: experts that each token passes through")] = 2,
+    active: Annotated[
+        int | None, typer.Option(min=1, help="with --experts: experts that each token passes through; else 2")
+    ] = None,
 ) -> None:
     """Write a Hugging Face model as a checkpoint, with its tokenizer and a recipe to extend.
 

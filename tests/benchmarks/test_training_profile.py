@@ -66,4 +66,4 @@ def test_the_trainer_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (rank,) = json.loads(arguments.output.read_text())["results"]["ranks"]
     assert len(rank["step_s"]) == 2
     assert min(rank["step_s"]) > 0
-    assert not list(tmp_path.glob("own-rank-*"))
+    assert not list(tmp_path.glob("training-profile-*"))

@@ -49,8 +49,9 @@ def worker(all_to_first: bool) -> None:
         assert not exchange._works
         ends_E = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (len(x) // EXPERTS)
         counts = exchange.exchange_counts(ends_E, part.ep_group)
+        rows = x[: ends_E[-1]]
         for _ in range(2):
-            exchange.start_exchange(x[: ends_E[-1]], *counts, part.ep_group)
+            exchange.start_exchange(rows, rows[:, :1].float(), *counts, part.ep_group)
         assert len(exchange._works) == 1, "rows that nothing takes do not pile up"
         part.compile(fullgraph=True, dynamic=False, backend="aot_eager")
         for got, value in zip(step(part, x), want, strict=True):

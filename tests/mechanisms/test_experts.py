@@ -158,7 +158,11 @@ def test_biases_move_against_the_load_of_the_step_by_one_update_each() -> None:
     load = counts[:EXPERTS]
     assert load.sum() == 60 * ACTIVE
     step.update({4: layer}, layer.options)
-    assert layer.bias.tolist() == (0.125 * (load.mean() - load).sign()).tolist()
+    moved = (0.125 * (load.mean() - load).sign()).tolist()
+    assert layer.bias.tolist() == moved
+    layer.router.requires_grad_(False)  # as in a stage that trains other weights, or under adapters
+    step.update({4: layer}, layer.options)
+    assert layer.bias.tolist() == moved
     assert float(metrics["expert_load_max"]) == pytest.approx(float(load.max() / load.mean()))
 
 
@@ -173,6 +177,19 @@ def test_a_step_repeats_bit_by_bit() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
+def test_biases_of_the_choice_stay_in_float32_and_begin_at_zero() -> None:
+    """Also in a model that is moved, cast, or made on "meta" and filled, as `generate` and `eval` do."""
+    layer = mixture(options(router={"balance": "bias"}))
+    layer.bias.copy_(0.25 + 0.001 * torch.arange(EXPERTS))
+    want = layer.bias.clone()
+    assert torch.equal(layer.bfloat16().bias, want)
+    assert layer.router.weight.dtype == torch.bfloat16
+    with torch.device("meta"):
+        empty = mixture(options(router={"balance": "bias"}))
+    empty.bfloat16().to_empty(device="cpu")
+    assert torch.equal(empty.bias, torch.zeros(EXPERTS))
+
+
 def test_layers_share_one_balance_and_count_apart() -> None:
     layers = {0: mixture(options()), 3: mixture(options(), seed=7)}
     shared = Balance(options())
@@ -183,6 +200,10 @@ def test_layers_share_one_balance_and_count_apart() -> None:
     names = ("expert_load_layer", "expert_load_max_layer")
     assert {name for name in metrics if "layer" in name} == {f"{name}_{layer}" for name in names for layer in layers}
     assert metrics["expert_load_max_layer_0"] != metrics["expert_load_max_layer_3"]
+
+
+def test_a_model_none_of_whose_layers_has_experts_has_no_metrics_of_them() -> None:
+    assert step.measure({}, options(layers="none"), 2, torch.device("cpu"), 1) == {}
 
 
 def test_the_load_of_very_many_experts_is_in_every_hundredth_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from moba_train.tools.convert.hf import export_to_hf
+from moba_train.tools.saved_recipe import open_checkpoint
 from tests.run.faults import inject, not_a_number
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks, train_traced
@@ -89,6 +91,33 @@ def test_a_run_goes_on_with_another_ep(run: Run, alone: Run, divided: Run, ranks
     go_on(with_experts(run, {"ep": 4, "cp": 2}, activation_checkpointing="full"), divided)
     ranks.train(run, 4)
     assert_same_training(run, alone)
+
+
+@pytest.mark.parametrize("source", ["a checkpoint", "an exported folder"])
+def test_a_run_may_add_biases_to_the_model_it_begins_with_but_not_drop_them(
+    source: str, run: Run, tmp_path: Path, corpora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(name: str, balance: str, init_from: Path | None = None) -> tuple[int, Path]:
+        (tmp_path / name).mkdir()
+        made = with_experts(Run(tmp_path / name, corpora), {}, stages=run.recipe["stages"][:1])
+        made.recipe["model"]["moe"] = MIXTURE | {"router": {"balance": balance}}
+        if init_from is not None:
+            made.recipe["init_from"] = str(init_from)
+        if (code := made.train_here()) or source == "a checkpoint":
+            return code, made.run_dir
+        folder = tmp_path / f"{name}-exported"
+        export_to_hf(open_checkpoint(made.newest_checkpoint), folder, torch.float32, 1 << 30, with_code=True)
+        return code, folder
+
+    code, without = train("without", "loss")
+    assert code == 0
+    code, biased = train("biased", "both", without)
+    assert code == 0
+    assert train("on", "bias", biased)[0] == 0
+    assert train("dropped", "loss", biased)[0] == 2
+    message = capsys.readouterr().err
+    assert "model.moe.router.balance: init_from (" in message
+    assert "has 'both' and its buffers, which this recipe would drop; set that" in message or source != "a checkpoint"
 
 
 @pytest.mark.parametrize("parallel", [{}, {"ep": 2}], ids=["dp 2", "ep 2"])

@@ -159,7 +159,7 @@ def test_a_layer_with_the_projections_of_its_kind_alone_trains_on_ranks_as_on_on
     ("bare", "kind", "said"),
     [
         ([1], "gdn", r"does not name layer 0, where kind 'gdn' of stage '\w+' has projections of its own"),
-        ([0, 1], "gdn", r"names layer 1, where kind '\w+' of stage '\w+' needs its projections"),
+        ([0, 1], "gdn", r"names layer 1, where kind '\w+' of stage '\w+' needs its projections; .* gdn with heads"),
         ([5], "gdn", r"layer ids \[5\] do not exist"),
     ],
 )

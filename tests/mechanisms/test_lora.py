@@ -304,7 +304,10 @@ def test_merged_weights_give_the_logits_of_the_adapters(exported: tuple[Path, Pa
 
 def test_a_folder_for_peft_holds_the_factors_by_its_names(exported: tuple[Path, Path, Tensor], base: Path) -> None:
     """peft's own formula on the base, by the names of transformers' modules."""
-    _, folder, logits = exported
+    merged_folder, folder, logits = exported
+    for one in (merged_folder, folder):
+        assert ", to which it added adapters." in (one / "README.md").read_text()
+    assert "not with the one above." in (folder / "README.md").read_text()
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     assert {

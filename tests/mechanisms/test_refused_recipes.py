@@ -1,6 +1,8 @@
 """Recipes whose mechanisms cannot work on their layout, model or device are refused with the key to change."""
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from moba_train.config.mesh import MeshSizes
 from moba_train.errors import ConfigError
@@ -117,6 +119,12 @@ MOE = "model.moe={experts: 8, active: 2, intermediate_size: 24}"
         ([MOE, "parallel.ep=4"], 2, "parallel.ep: given 4, which does not divide the 2 ranks of dp_shard x cp"),
         (["parallel.ep=2"], 2, "parallel.ep: given 2, but the model has no experts; set 1, or give model.moe"),
         (
+            [MOE, "model.moe.layers=none", "parallel.ep=2"],
+            2,
+            "parallel.ep: given 2, but the model has no experts; set 1, or give model.moe",
+        ),
+        ([MOE, "model.activation=gelu_tanh"], 1, "model.activation: given 'gelu_tanh', but all layers have experts"),
+        (
             [MOE, "parallel={tp: 2}", "model.moe.intermediate_size=15"],
             2,
             "parallel.tp: given 2, which does not divide model.moe",
@@ -139,6 +147,16 @@ def test_experts_that_cannot_be_are_refused_with_their_key(
     load: Load, overrides: list[str], ranks: int, problem: str
 ) -> None:
     assert_refused(load(*overrides), problem, ranks)
+
+
+def test_a_torch_that_cannot_take_experts_backward_passes_apart_is_named(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load(MOE, "parallel={pp: 2, pp_schedule: zero_bubble}")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    check(recipe)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    assert_refused(recipe, "parallel.pp_schedule: given 'zero_bubble' with experts, whose backward passes torch 2.11.0")
 
 
 def test_the_plan_counts_the_experts_that_a_token_passes_through(load: Load) -> None:

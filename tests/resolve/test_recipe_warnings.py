@@ -72,8 +72,15 @@ def test_sizes_by_which_checkpointing_confuses_products_are_named(
 ) -> None:
     config = load(*overrides)
     size = config.model.intermediate_size
-    begin = f"model.intermediate_size: given {size}, as large as {as_large_as}: activation checkpointing"
+    begin = f"model.intermediate_size: gives {size} columns, as large as {as_large_as}: activation checkpointing"
     assert [text[: len(begin)] for text in recipe_warnings(config)] == ([begin] if as_large_as else [])
+
+
+def test_the_width_of_experts_is_named_as_theirs(load: Load) -> None:
+    *_, text = recipe_warnings(load("model.moe={experts: 4, active: 2, intermediate_size: 64, shared: 2, layers: [0]}"))
+    assert text.startswith(
+        "model.moe.intermediate_size: gives 128 columns, as large as hidden_size and heads x head_dim"
+    )
 
 
 def write_corpora(folder: Path, **info: Any) -> None:

@@ -36,7 +36,7 @@ SPARSE = {"default": "moba", "full_layers": "last:1", "moba": {"block_size": 8, 
 Found = dict[str, Tensor]
 Model = dict[str, Any]
 """Section `attention` and, where they are not the default: `tied`, `trainable`, `precision`, `kept`: what the layers
-keep, `compiled_loss`, `further` keys of the section `model`."""
+keep, `compiled`, `compiled_loss`, `further` keys of the section `model`."""
 Case = tuple[Model, dict[str, Any]]
 """A model and the section `parallel`."""
 
@@ -86,6 +86,7 @@ def recipe(model: Model, parallel: dict[str, Any]) -> RunConfig:
             ],
             "parallel": parallel,
             "precision": model.get("precision", {}),
+            "compile": model.get("compiled", False),
         }
     )
 

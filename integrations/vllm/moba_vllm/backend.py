@@ -178,11 +178,13 @@ class MobaImpl(AttentionImpl[MobaMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         *,
         kind: Moba | Window,
+        sinks: Tensor | None = None,
     ) -> None:
         """kind: of the layer. Raises ValueError for what an export of moba_train has not, or this backend cannot."""
         refused = {
             "ALiBi": alibi_slopes is not None,
             "a soft cap of logits": bool(logits_soft_cap),
+            "sinks of heads": sinks is not None,
             "keys shared with another layer": kv_sharing_target_layer_name is not None,
             f"kv_cache_dtype {kv_cache_dtype}": is_quantized_kv_cache(kv_cache_dtype),
         }

@@ -4,6 +4,7 @@ Shape suffixes: T tokens of this rank (with tensor parallelism of its group), D 
 token, n = T k choices.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from moba_train.mechanisms.experts import parallel, step
 from moba_train.mechanisms.experts.balance import Balance
 from moba_train.mechanisms.experts.exchange import at_their_experts
 from moba_train.mechanisms.experts.options import MoeOptions
-from moba_train.mechanisms.experts.products import Experts, combine, gather_rows, local_weight
+from moba_train.mechanisms.experts.products import Experts, gather_rows, inverse, local_weight, sum_rows
 from moba_train.mechanisms.experts.router import Router, auxiliary_loss, choose, scores, token_weights
 from moba_train.model.feed_forward import FeedForward, FeedForwardCosts, RegisteredFeedForward
 from moba_train.model.loss import LossTokens
@@ -57,26 +58,28 @@ class MixtureOfExperts(RegisteredFeedForward):
         logits_TE = self.router(x_TD, _summed(self.router.weight))
         scores_TE = scores(logits_TE, router)
         experts_Tk, order_n, ends_E, load_SE, sequence_T = choose(scores_TE.detach(), self.bias, self.balance.handle)
-        places_n = torch.empty_like(order_n)
-        places_n.scatter_(0, order_n, torch.arange(len(order_n), device=order_n.device))
+        places_n = inverse(order_n)
         places_Tk = places_n.view_as(experts_Tk)
-        rows_nD = gather_rows(x_TD, order_n // self.options.active, places_Tk)
-        found: Tensor | None = None
+        tokens_n = order_n // self.options.active
+        rows_nD = gather_rows(x_TD, tokens_n, places_Tk)
+        weights_Tk = token_weights(scores_TE, experts_Tk, router)
+        weights_n1 = gather_rows(weights_Tk.view(-1, 1), order_n, places_n[:, None])
+        shared = None if self.shared is None else self._shared
+        given = rows_nD, weights_n1, ends_E
         if self.ep_group is None:
-            y_nD = self.experts(rows_nD, ends_E)
-            found = self._shared(x_TD)
+            y_nD = self.experts(*given)
+            found = None if shared is None else shared(x_TD)
         else:
-            y_nD, found = at_their_experts(rows_nD, ends_E, self.experts, self.ep_group, lambda: self._shared(x_TD))
-        update_TD = combine(y_nD, token_weights(scores_TE, experts_Tk, router), places_Tk)
+            y_nD, found = at_their_experts(*given, self.experts, self.ep_group, x_TD, shared)
+        update_TD = sum_rows(y_nD, tokens_n, places_Tk)
         auxiliary_T = auxiliary_loss(logits_TE, scores_TE, load_SE, sequence_T, router)
         if auxiliary_T is not None and self.tp > 1:
             auxiliary_T = auxiliary_T.chunk(self.tp)[self.tp_rank]
         return update_TD if found is None else update_TD + found, auxiliary_T
 
-    def _shared(self, x_TD: Tensor) -> Tensor | None:
+    def _shared(self, x_TD: Tensor) -> Tensor:
         shared = self.shared
-        if shared is None:
-            return None
+        assert shared is not None
         if self.tp == 1:
             out_TD: Tensor = shared(x_TD)
         else:
@@ -122,6 +125,20 @@ class MixtureOfExperts(RegisteredFeedForward):
         router = options.router.model_dump(exclude=training)
         found = options.model_dump(exclude={"layers", "router"})
         return found | {f"router.{key}": value for key, value in router.items()}
+
+    @classmethod
+    def adding_buffers(cls, options: Section) -> dict[str, Any]:
+        """The balance if it has biases."""
+        assert isinstance(options, MoeOptions)
+        return {"router.balance": options.router.balance} if options.router.has_bias else {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MixtureOfExperts":
+        # 16 bits would round the bias by more than its differences, and `to_empty` would leave it undefined.
+        before = self.bias
+        super()._apply(fn, recurse)
+        device = self.bias.device
+        self.bias = torch.zeros_like(before, device=device) if before.is_meta else before.to(device)
+        return self
 
     def count_tokens(self, loss_tokens: LossTokens | None) -> None:
         """Set this rank's rows with loss in the next forward pass, which trains; None: it does not."""

@@ -8,6 +8,7 @@ others have come to them. All other weights are sharded and summed over dp_shard
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.mechanisms.experts.exchange import named
 from moba_train.mechanisms.experts.options import MoeOptions
 from moba_train.parallel.dims import ParallelDims, StageDims
+from moba_train.torch_private import dynamo_config
 
 _COLUMNS = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}
 """Dimension of each stack of weights that is the width of an expert."""
@@ -80,6 +82,8 @@ def shard(module: Any, dims: ParallelDims, unit: Callable[..., None]) -> None:
         _distribute(stack, mesh, {parameter: placed for parameter, _ in stack.named_parameters()})
     if dims.ep > 1:
         module.ep_group = named(dims.expert_mesh.get_group("ep"))
+        # Else torch.compile stops at the number of rows that arrive, and runs a recomputed block uncompiled.
+        dynamo_config().capture_dynamic_output_shape_ops = True
         copies = ("dp_replicate",) if dims.sizes.dp_replicate > 1 else ()
         unit([module.experts], dims.expert_mesh[(*copies, "experts_shard")])
 
@@ -118,6 +122,11 @@ def problems(options: MoeOptions, recipe: RunConfig, ranks: int | None, device: 
         )
     if ep > 1 and parallel.fsdp_copy_engines:
         yield f".parallel.fsdp_copy_engines: given true with parallel.ep: {ep}; set false, or ep to 1"
+    if parallel.pp > 1 and parallel.pp_schedule == "zero_bubble" and torch.__version__ < "2.12":
+        yield (
+            f".parallel.pp_schedule: given 'zero_bubble' with experts, whose backward passes torch {torch.__version__} "
+            "cannot take apart; set 1f1b or interleaved_1f1b, or install torch 2.13"
+        )
     if options.bias and parallel.tp > 1:
         yield f".parallel.tp: given {parallel.tp} with model.moe.bias: true, whose biases it cannot divide; set 1"
     if recipe.optim.kind == "muon" and parallel.tp > 1:

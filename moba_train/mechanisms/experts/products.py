@@ -32,8 +32,13 @@ class Experts(nn.Module):
         self.up_proj = Projections(number, hidden_size, width, options.bias)
         self.down_proj = Projections(number, width, hidden_size, options.bias)
 
-    def forward(self, x_nD: Tensor, ends_E: Tensor) -> Tensor:
-        """Results [n, D] of rows that are sorted by expert; `ends`, int32: where those of each expert end."""
+    def forward(self, x_nD: Tensor, weights_n1: Tensor, ends_E: Tensor) -> Tensor:
+        """Results [n, D] of rows that are sorted by expert, times the router's weights [n, 1], float32 at least;
+        `ends`, int32: where those of each expert end.
+
+        The weights multiply what the down projection is given: their gradients then need no result of it, which a
+        recomputed block would have to compute, and fetch from other ranks, again.
+        """
         gate_nI = self.gate_proj(x_nD, ends_E)
         up_nI = self.up_proj(x_nD, ends_E)
         if self.clamp is None:
@@ -41,7 +46,7 @@ class Experts(nn.Module):
         else:
             gate_nI = gate_nI.clamp(max=self.clamp)
             hidden_nI = gate_nI * (_ALPHA * gate_nI).sigmoid() * (up_nI.clamp(-self.clamp, self.clamp) + 1)
-        down_nD: Tensor = self.down_proj(hidden_nI, ends_E)
+        down_nD: Tensor = self.down_proj((hidden_nI * weights_n1).to(x_nD.dtype), ends_E, weights_n1)
         return down_nD
 
 
@@ -52,14 +57,16 @@ class Projections(MatrixStack):
         super().__init__(experts, columns_in, columns_out)
         self.bias = nn.Parameter(torch.empty(experts, columns_out)) if has_bias else None
 
-    def forward(self, x_nA: Tensor, ends_E: Tensor) -> Tensor:
-        """Results [n, B] of rows that are sorted by expert."""
+    def forward(self, x_nA: Tensor, ends_E: Tensor, weights_n1: Tensor | None = None) -> Tensor:
+        """Results [n, B] of rows that are sorted by expert; with weights, these multiply the bias."""
         y_nB = grouped_product(x_nA, local_weight(self.weight), ends_E)
         if self.bias is None:
             return y_nB
-        # A product with ones, the fewest columns that 16 bits allow: its gradient is a sum in float32 in a fixed order.
+        # A product with ones or weights, the fewest columns that 16 bits allow: its gradient is a sum in float32 in a
+        # fixed order.
         bias_EB8 = F.pad(local_weight(self.bias).unsqueeze(2), (0, 7))
-        return y_nB + grouped_product(x_nA.new_ones(len(x_nA), 8), bias_EB8, ends_E)
+        ones_n1 = x_nA.new_ones(x_nA.shape[0], 1) if weights_n1 is None else weights_n1.to(x_nA.dtype)
+        return y_nB + grouped_product(F.pad(ones_n1, (0, 7)), bias_EB8, ends_E)
 
 
 def local_weight(weight: Tensor) -> Tensor:
@@ -108,35 +115,30 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_nD: Tensor) -> tuple[Tensor, None, None]:
         (places_Tk,) = ctx.saved_tensors
-        return _sum(gradient_nD, places_Tk, None), None, None
+        return _sum(gradient_nD, places_Tk), None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_nD: Tensor, weights_Tk: Tensor, places_Tk: Tensor) -> Tensor:
-        ctx.save_for_backward(y_nD, weights_Tk, places_Tk)
-        return _sum(y_nD, places_Tk, weights_Tk)
+    def forward(ctx: Any, y_nD: Tensor, rows_n: Tensor, places_Tk: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_n)
+        return _sum(y_nD, places_Tk)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor, Tensor, None]:
-        y_nD, weights_Tk, places_Tk = ctx.saved_tensors
-        dy_nD = torch.empty_like(y_nD)
-        dweights = []
-        for choice, places_T in enumerate(places_Tk.unbind(1)):  # float32 exists for one choice of each token at a time
-            dy_nD.index_copy_(0, places_T, (gradient_TD * weights_Tk[:, choice, None]).to(y_nD.dtype))
-            products_TD = gradient_TD.to(weights_Tk.dtype) * y_nD.index_select(0, places_T)
-            dweights.append(products_TD.sum(1))
-        return dy_nD, torch.stack(dweights, dim=1), None
+    def backward(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor, None, None]:
+        (rows_n,) = ctx.saved_tensors
+        return gradient_TD.index_select(0, rows_n), None, None
 
 
-def _sum(y_nD: Tensor, places_Tk: Tensor, weights_Tk: Tensor | None) -> Tensor:
-    """Sum over k of the rows `places` of y, weighted, [T, D]: in float32 at least, k ascending."""
-    total = y_nD.new_zeros(len(places_Tk), y_nD.shape[1], dtype=torch.promote_types(y_nD.dtype, torch.float32))
-    for choice, places_T in enumerate(places_Tk.unbind(1)):
-        part = y_nD.index_select(0, places_T)
-        total += part if weights_Tk is None else part * weights_Tk[:, choice, None]
-    return total.to(y_nD.dtype)
+def _sum(y_nD: Tensor, places_Tk: Tensor) -> Tensor:
+    """Sum over k of the rows `places` of y, [T, D]: in float32 at least, k ascending."""
+    wide = torch.promote_types(y_nD.dtype, torch.float32)
+    first_T, *further = places_Tk.unbind(1)
+    total_TD = y_nD.index_select(0, first_T).to(wide)
+    for places_T in further:
+        total_TD += y_nD.index_select(0, places_T)
+    return total_TD.to(y_nD.dtype)
 
 
 def gather_rows(x_TD: Tensor, rows_n: Tensor, places_Tk: Tensor) -> Tensor:
@@ -145,7 +147,12 @@ def gather_rows(x_TD: Tensor, rows_n: Tensor, places_Tk: Tensor) -> Tensor:
     return found
 
 
-def combine(y_nD: Tensor, weights_Tk: Tensor, places_Tk: Tensor) -> Tensor:
-    """Weighted sums [T, D] of the results of each token's experts, of which the j-th is row `places[t, j]` of y."""
-    found: Tensor = _Combine.apply(y_nD, weights_Tk, places_Tk)
+def sum_rows(y_nD: Tensor, rows_n: Tensor, places_Tk: Tensor) -> Tensor:
+    """Sums [T, D] of the k rows of y that `gather_rows` would make of each; keeps no rows for the backward pass."""
+    found: Tensor = _Sum.apply(y_nD, rows_n, places_Tk)
     return found
+
+
+def inverse(order_n: Tensor) -> Tensor:
+    """The place of each number in a permutation."""
+    return torch.empty_like(order_n).scatter_(0, order_n, torch.arange(order_n.shape[0], device=order_n.device))

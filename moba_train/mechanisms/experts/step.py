@@ -51,7 +51,11 @@ def begin(modules: Modules) -> None:
 @torch.no_grad()
 def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.device, step: int) -> dict[str, Tensor]:
     """Metrics of `step` (docs/reference/metrics.md): scalars, and for some steps the load of every expert, [E] of each
-    layer. Called on all ranks together, with this rank's layers; `layers`: of the whole model."""
+    layer; none without such a layer. Called on all ranks together, with this rank's layers; `layers`: of the whole
+    model."""
+    used = sorted(layer_ids(options.layers, layers))
+    if not used:
+        return {}
     counts_LE = torch.zeros(layers, options.experts + 2, dtype=torch.float64, device=device)
     biases_L = torch.zeros(layers, dtype=torch.float64, device=device)
     for layer, module in modules.items():
@@ -64,7 +68,6 @@ def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.de
         dist.all_reduce(biases_L, op=dist.ReduceOp.MAX)
     for layer, module in modules.items():
         module.load_E = counts_LE[layer, : options.experts]
-    used = sorted(layer_ids(options.layers, layers))
     loads_LE, rest_Ln = counts_LE[used].split([options.experts, 2], dim=1)
     tokens_L = rest_Ln[:, 1].clamp(min=1)
     shares_LE = loads_LE / loads_LE.sum(1, keepdim=True).clamp(min=1)
@@ -88,9 +91,10 @@ def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.de
 @torch.no_grad()
 def update(modules: Modules, options: MoeOptions) -> None:
     """Move the bias of each expert up if its load in the step was below the mean, and down if it was above
-    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). All ranks have the same load, so all get the same biases."""
-    if options.router.has_bias:
-        for module in modules.values():
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). All ranks have the same load, so all get the same biases. Those of
+    routers that are not trained stay as they are."""
+    for module in modules.values():
+        if options.router.has_bias and module.router.weight.requires_grad:
             load_E = module.load_E
             module.bias += options.router.bias_update * (load_E.mean() - load_E).sign().to(module.bias.dtype)
 

@@ -22,6 +22,11 @@ def upcycled(model: ModelConfig, experts: int, active: int) -> ModelConfig:
     """The shape with experts in every layer. Raises CheckpointError if that cannot be."""
     if model.given_feed_forwards:
         raise CheckpointError(f"--experts: given {experts}, but the model has experts; allowed: a dense model")
+    if model.activation != "silu":
+        raise CheckpointError(
+            f"--experts: given {experts}, but the model's activation is {model.activation!r}; allowed: models with "
+            "SwiGLU, which is what experts compute"
+        )
     section = {"experts": experts, "active": active, "intermediate_size": model.intermediate_size}
     try:
         return ModelConfig.model_validate(model.model_dump() | {"moe": section})

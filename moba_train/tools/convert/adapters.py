@@ -13,11 +13,13 @@ from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.errors import CheckpointError
 from moba_train.mechanisms.lora import CHANGE, CHECKSUM, A, B, LoraOptions, checksum, merged
+from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec
 from moba_train.output_files import write_new
 from moba_train.tools.convert.hf_export import hf_config, write_safetensors
+from moba_train.tools.convert.model_card import CARD, adapters_card
 from moba_train.tools.convert.new_folder import new_folder
-from moba_train.tools.hf.config import is_hf_folder, read_family
+from moba_train.tools.hf.config import is_hf_folder, read_family, read_model_config
 from moba_train.tools.hf.family import NUMBER, family_of
 from moba_train.tools.hf.files import SINGLE
 from moba_train.tools.hf.mxfp4 import open_weights
@@ -41,7 +43,7 @@ class MergedReader(CheckpointReader):
         if is_hf_folder(folder):
             files = open_weights(folder)
             family, config = read_family(folder)
-            shapes = parameter_shapes(saved.config.model) | buffer_shapes(saved.config.model, family)
+            shapes = parameter_shapes(saved.config.model) | buffer_shapes(read_model_config(folder), family)
             check_hf_weights(shapes, files)
             found = places(config, family, shapes)
             self._read_base = lambda name: found[name.removeprefix("model.")].read(files).float()
@@ -83,8 +85,8 @@ def lora_options(spec: ModelSpec) -> LoraOptions:
 
 
 def export_adapters(saved: SavedRun, output: Path) -> None:
-    """Write `output`, a folder that `peft` loads on the model that the adapters were trained on: adapter_config.json
-    and the adapters, float32.
+    """Write `output`, a folder that `peft` loads on the model that the adapters were trained on: adapter_config.json,
+    the adapters, float32, and a model card.
 
     Raises CheckpointError when the checkpoint has no adapters, a byte of it has changed since it was written, `peft`
     cannot have what it trained, the base of DoRA is another one, or `output` is not empty or cannot be written.
@@ -137,4 +139,5 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
     with new_folder(output):
         write_safetensors(output, ((theirs, reader.for_peft(ours)) for theirs, ours in found.items()), 2**62)
         (output / SINGLE).rename(output / "adapter_model.safetensors")
+        write_new(output / CARD, adapters_card(saved, build_attention(saved.stage.attention, shape.head_width)))
         write_new(output / PEFT_CONFIG, json.dumps(config, indent=2) + "\n")

@@ -102,15 +102,17 @@ LONGEST = 1 << 40
 """Longest sequence that a config.json may give, in tokens."""
 
 
-def import_from_hf(folder: Path, output: Path, experts: int | None = None, active: int = 2) -> list[str]:
+def import_from_hf(folder: Path, output: Path, experts: int | None = None, active: int | None = None) -> list[str]:
     """Write `output`: a checkpoint (float32, without optimizer state) of the model in `folder`, its tokenizer, and
     recipe.yaml, to be extended by a run. With `experts`, each layer gets this number of copies of its feed-forward, of
-    which `active` are active for a token (`mechanisms/experts/upcycle.py`). Returns the keys of config.json that
+    which `active`, or 2, are active for a token (`mechanisms/experts/upcycle.py`). Returns the keys of config.json that
     nothing has read.
 
     Holds one parameter at a time. Raises CheckpointError when our Transformer does not implement the model, or `output`
     is not empty or cannot be written; DataError when the tokenizer cannot be loaded.
     """
+    if experts is None and active is not None:
+        raise CheckpointError(f"--active: given {active} without --experts; allowed: with it")
     model = read_model_config(folder)
     family, contents = read_family(folder)
     files = open_weights(folder)
@@ -123,7 +125,7 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     check_hf_weights(shapes, files)
     place_of = places(contents, family, shapes)
     if experts is not None:
-        model = upcycled(model, experts, active)
+        model = upcycled(model, experts, active or 2)
         shapes = parameter_shapes(model) | of_kinds
 
     def read(name: str) -> Tensor:

@@ -20,7 +20,7 @@ from moba_train.model.build import build_attention
 from moba_train.output_files import write_new
 from moba_train.registry import MODEL_FAMILIES
 from moba_train.resolve.initial_weights import comparable
-from moba_train.tools.hf.config import CONFIG, parse_layer, read_family, read_model_config
+from moba_train.tools.hf.config import moba_layers, parse_layer, read_family, read_model_config
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.files import INDEX, SINGLE
 from moba_train.tools.hf.rope import ROPE_KEYS
@@ -132,12 +132,7 @@ def read_layers(folder: Path) -> dict[str, Any]:
     """
     model = read_model_config(folder)
     family, config = read_family(folder)
-    moba = config.get("moba") or {}
-    entries = moba.get("layers", []) if isinstance(moba, dict) else None
-    if not isinstance(entries, list) or len(entries) > model.layers:
-        raise CheckpointError(
-            f"{folder / CONFIG}: moba is {given(moba)}; allowed: {{'layers': a list of at most {model.layers} entries}}"
-        )
+    entries = moba_layers(config, folder, model.layers)
     rest = family.attention(config)[len(entries) :]
     entries = [*entries, *(entry or {"kind": "full"} for entry in rest)]
     layers = [full_entry(kind) for kind in build_attention(map(parse_layer, entries), model.head_width)]

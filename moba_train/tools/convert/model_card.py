@@ -1,7 +1,7 @@
 """Model card of an export: what the checkpoint and its run folder say of training, attention and evaluations."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +21,16 @@ from moba_train.tools.saved_recipe import SavedRun, saved_training
 CARD = "README.md"
 _MOST_ROWS = 200
 """Rows of a table."""
+_ADAPTERS_USE = """\
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), FOLDER)
+```
+
+This folder has the trained adapters alone. BASE is the model that training began with; peft runs both with that model's
+attention, not with the one above."""
 
 
 def model_card(
@@ -36,12 +46,23 @@ def model_card(
     needs_code: no program runs it without its code, which is ours if `with_code`
     elsewhere: attention of each layer in programs that know its architecture alone, as `Family.attention` returns it
     """
-    head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [moba_train, long-context]\n---\n"
+    return _card(saved, kinds, "transformers", dtype, _use(kinds, with_code, needs_code, elsewhere), with_code)
+
+
+def adapters_card(saved: SavedRun, kinds: Sequence[AttentionKind]) -> str:
+    """README.md of the adapters of `saved` in a folder for peft, whose layers attended by `kinds`."""
+    return _card(saved, kinds, "peft", "float32", _ADAPTERS_USE.splitlines(), False)
+
+
+def _card(
+    saved: SavedRun, kinds: Sequence[AttentionKind], library: str, dtype: str, use: Iterable[str], with_code: bool
+) -> str:
+    head = f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [moba_train, long-context]\n---\n"
     sections = {
         "Training": _training(saved),
         "Attention": _attention(kinds),
         "Evaluations": _evaluations(saved),
-        "Use": _use(kinds, with_code, needs_code, elsewhere),
+        "Use": use,
         "Not tested": _not_tested(with_code),
     }
     text = "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
@@ -67,7 +88,8 @@ def _training(saved: SavedRun) -> Iterator[str]:
         yield "The weights were imported from another program and not trained here."
         return
     if saved.config.init_from is not None:
-        yield f"Training began with the weights of `{_plain(Path(saved.config.init_from).name)}`.\n"
+        began = f"Training began with the weights of `{_plain(Path(saved.config.init_from).name)}`"
+        yield f"{began}{', to which it added adapters' if saved.spec.adapters else ''}.\n"
     exited = read_meta(saved.path)["progress"].get("exited_steps")
     run = resolve_unchecked(saved.config).after_exit(exited if isinstance(exited, dict) else {})
     yield "| stage | length | tokens | learning rate | rope | data (share of the tokens) |"
@@ -129,15 +151,15 @@ def _use(
     yield "```python"
     yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
     yield f"model = AutoModelForCausalLM.from_pretrained({arguments})"
-    yield "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"
+    yield f"tokenizer = AutoTokenizer.from_pretrained({arguments})"
     yield 'inputs = tokenizer("A prompt", return_tensors="pt")'
     yield "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"
     yield "```\n"
     if with_code:
         yield (
             "Prompts are read with the attention above. New tokens attend to every token before them, except in layers "
-            'with windows or states; with `moba_decode="own"` they attend as their layer does. The code needs PyTorch '
-            "and transformers 5. "
+            'with windows or states; with `moba_decode="own"` they attend as their layer does, unless it is `seer`. '
+            "The code needs PyTorch and transformers 5. "
             + (
                 "Without `trust_remote_code` transformers refuses the model."
                 if needs_code

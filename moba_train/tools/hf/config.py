@@ -88,3 +88,15 @@ def parse_layer(entry: dict[str, Any], where: str = f"{CONFIG}: moba.layers") ->
         raise CheckpointError(f"{where}: {'; '.join(explain(error, options))}") from None
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{where}: {given(entry)} is no entry of the kinds {', '.join(KINDS)}") from error
+
+
+def moba_layers(config: dict[str, Any], folder: Path, layers: int) -> list[Any]:
+    """Entries of the layers in `moba` of config.json in `folder`, for `parse_layer`; none in models of others. Raises
+    CheckpointError where it is no list, or has more than `layers`, those of the model."""
+    moba = config.get("moba") or {}
+    entries = moba.get("layers", []) if isinstance(moba, dict) else None
+    if not isinstance(entries, list) or len(entries) > layers:
+        raise CheckpointError(
+            f"{folder / CONFIG}: moba is {given(moba)}; allowed: {{'layers': a list of at most {layers} entries}}"
+        )
+    return entries

@@ -30,6 +30,14 @@ CODE = ("architectures", "auto_map")
 """Keys of config.json that name the model's class and where its code is."""
 OF_FAMILIES = ("window", "capped")
 """Attention kinds without parameters that layers of some families have."""
+OF_ALL: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0,
+    "quantization_config": None,
+    "is_causal": True,
+    "per_layer_config": None,
+}
+"""`Family.fixed` that hardly differ among families; transformers 5 reads the last two in all of its models."""
 NUMBER = "{}"
 """Place in a name of theirs for the number of each tensor of a stack of ours."""
 _LAYERS = "model.layers."
@@ -99,14 +107,7 @@ class Family:
     """Values that transformers gives to keys which a config.json leaves out; None: no value."""
     model: ClassVar[dict[str, Any]] = {}
     """Values of our `model` that all of the family have."""
-    fixed: ClassVar[dict[str, Any]] = {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "use_sliding_window": False,
-        "quantization_config": None,
-        "attention_dropout": 0,
-    }
+    fixed: ClassVar[dict[str, Any]] = OF_ALL | {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
     """Keys of config.json that must have these values: our Transformer implements no others."""
     left_aside: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names of tensors that the model is one without."""
@@ -120,8 +121,9 @@ class Family:
     """True if an export takes the family only where its caller names it."""
     own_ropes: ClassVar[bool] = False
     """True if `written` has all that a config says of rotary embeddings."""
-    has_buffers: ClassVar[bool] = False
-    """True if its files have the buffers of our checkpoints, such as the bias of the choice of experts."""
+    is_ours: ClassVar[bool] = False
+    """True if its files have all that our checkpoints have: also buffers, such as the bias of the choice of experts,
+    and parameters of the attention kinds in `moba.layers`."""
     heads_divide_width: ClassVar[bool] = True
     """True if transformers refuses models whose heads do not divide the hidden size."""
     others: ClassVar[frozenset[str]] = frozenset()

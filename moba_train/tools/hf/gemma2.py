@@ -6,7 +6,7 @@ from typing import Any
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.family import OF_ALL, Family
 from moba_train.tools.hf.gemma3 import NAMES, factors
 
 _CAP = "attn_logit_softcapping"
@@ -33,13 +33,7 @@ class Gemma2(Family):
         _CAP: 50.0,
     }
     model = {"norms": "both", "centered_norms": True, "activation": "gelu_tanh"}
-    fixed = {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "attention_dropout": 0,
-        "quantization_config": None,
-        "use_bidirectional_attention": False,
-    }
+    fixed = OF_ALL | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
     names = NAMES
     windows = True
     pattern = ("sliding_attention", "full_attention")

@@ -6,7 +6,7 @@ from typing import Any
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.family import OF_ALL, Family
 from moba_train.tools.hf.windowed import Windowed
 
 NAMES = Family.names | {
@@ -44,11 +44,8 @@ class Gemma3(Windowed):
         "rope_local_base_freq": 10_000.0,
     }
     model = {"norms": "both", "centered_norms": True, "qk_norm": True, "activation": "gelu_tanh"}
-    fixed = {
+    fixed = OF_ALL | {
         "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "attention_dropout": 0,
-        "quantization_config": None,
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
         "use_bidirectional_attention": False,

@@ -10,7 +10,7 @@ from typing import Any
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.family import OF_ALL, Family
 from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
 
 _SPARSE = "minimax_m3_sparse"
@@ -39,10 +39,9 @@ class MiniMaxM3(Family):
         "index_topk_blocks": 16,
     }
     model = {"qk_norm": True, "centered_norms": True, "activation": "clamped"}
-    fixed = {
+    fixed = OF_ALL | {
         **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "index_local_blocks": 1},
-        # The last one is an older form of the keys index_*.
-        **{"attention_dropout": 0, "quantization_config": None, "sparse_attention_config": None},
+        "sparse_attention_config": None,  # an older form of the keys index_*
     }
     heads_divide_width = False
     others = frozenset(

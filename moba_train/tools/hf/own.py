@@ -28,7 +28,8 @@ class MobaTrain(Family):
     needs_code = True
     asked_for = True
     own_ropes = True
-    has_buffers = True
+    heads_divide_width = False
+    is_ours = True
     defaults = {key: Family.defaults[key] for key in ("max_position_embeddings",)}
     fixed = {"quantization_config": None}
     names = Family.names | {

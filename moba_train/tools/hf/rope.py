@@ -100,6 +100,9 @@ def unused_keys(config: Mapping[str, Any], usual_theta: float) -> Iterator[str]:
     else than the section that is read. usual_theta: base of the family."""
     sections = {key: config[key] for key in ROPE_SECTIONS if config.get(key)}
     for name, section in sections.items():
+        if not isinstance(section, dict):  # not the one that is read
+            yield name
+            continue
         by_type = {f"{name}.{key}": own for key, own in section.items() if isinstance(own, dict)}
         for where, own in (by_type or {name: section}).items():
             rope_type = str(own.get("rope_type", own.get("type", "default")))

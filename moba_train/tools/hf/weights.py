@@ -21,7 +21,7 @@ from moba_train.errors import CheckpointError, named_layers
 from moba_train.model.spec import Shapes, kind_of_parameter, kind_prefix, model_spec
 from moba_train.model.transformer import Transformer
 from moba_train.resolve.initial_weights import WeightSource
-from moba_train.tools.hf.config import CONFIG, is_hf_folder, parse_layer, read_family, read_model_config
+from moba_train.tools.hf.config import CONFIG, is_hf_folder, moba_layers, parse_layer, read_family, read_model_config
 from moba_train.tools.hf.family import NUMBER, Family, Fused
 from moba_train.tools.hf.files import SafetensorsFolder
 from moba_train.tools.hf.mxfp4 import open_weights
@@ -134,11 +134,10 @@ def load_hf_weights(model: Transformer, folder: Path, with_kinds: bool = False) 
     state: dict[str, Any] = get_model_state_dict(model)
     # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.
     family, contents = read_family(folder)
-    shapes = parameter_shapes(model.config) | buffer_shapes(model.config, family)
+    shapes = parameter_shapes(model.config) | buffer_shapes(read_model_config(folder), family)
+    shapes |= kind_shapes(model.config, folder)
     if with_kinds:
         shapes |= {name: tuple(value.shape) for name, value in state.items() if kind_of_parameter(name)}
-    else:
-        shapes |= kind_shapes(model.config, folder)
     check_hf_weights(shapes, files)
     found = places(contents, family, shapes)
     here = [(state[name], place) for name, place in found.items() if name in state]
@@ -165,11 +164,11 @@ class HuggingFace(WeightSource):
 
     def check(self, model: ModelConfig, folder: Path) -> None:
         """As `check_hf_weights`."""
-        buffers = buffer_shapes(model, read_family(folder)[0])
+        buffers = buffer_shapes(read_model_config(folder), read_family(folder)[0])
         check_hf_weights(parameter_shapes(model) | buffers | kind_shapes(model, folder), open_weights(folder))
 
     def kinds(self, folder: Path) -> Mapping[tuple[int, str], Shapes]:
-        """Parameters of the attention kinds that the architecture has."""
+        """Parameters of the attention kinds that the architecture or our export has."""
         return _kinds(read_model_config(folder), folder)
 
     def load(self, model: Transformer, folder: Path) -> str:
@@ -250,7 +249,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def buffer_shapes(model: ModelConfig, family: Family) -> dict[str, tuple[int, ...]]:
     """Shape of every buffer of the model that files of the family have, by our names."""
-    if not family.has_buffers:
+    if not family.is_ours:
         return {}
     with torch.device("meta"):
         made = Transformer(model)
@@ -259,8 +258,7 @@ def buffer_shapes(model: ModelConfig, family: Family) -> dict[str, tuple[int, ..
 
 
 def kind_shapes(model: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of the attention kinds that the architecture of the model in `folder` has, by our
-    names."""
+    """Shape of every parameter of the attention kinds of the model in `folder`, by our names."""
     return {
         f"{kind_prefix(*key)}{name}": tuple(shape)
         for key, shapes in _kinds(model, folder).items()
@@ -271,7 +269,8 @@ def kind_shapes(model: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
 def _kinds(model: ModelConfig, folder: Path) -> Mapping[tuple[int, str], Shapes]:
     family, contents = read_family(folder)
     layers = [LayerAttention("full", KINDS["full"].Options())] * model.layers
-    for layer, entry in zip(range(model.layers), family.attention(contents), strict=False):
-        if model.is_bare(layer):
+    entries = moba_layers(contents, folder, model.layers) if family.is_ours else family.attention(contents)
+    for layer, entry in zip(range(model.layers), entries, strict=False):
+        if family.is_ours or model.is_bare(layer):
             layers[layer] = parse_layer(entry, f"attention of layer {layer}")
     return model_spec(model, [layers]).kind_shapes

@@ -30,7 +30,7 @@ class Windowed(Family):
         return config["rope_theta"]
 
     def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """Windows in all layers but each `full_every`th, unless the config says which."""
+        """Windows in all layers but each `every`th, unless the config says which."""
         found = config.get("layer_types")
         if found is not None:
             return found if isinstance(found, list) else [found]

@@ -41,26 +41,27 @@ def task_yaml(job: Job, run: ResolvedRun, accelerator: str) -> str:
 
 def _setup(run: ResolvedRun) -> str:
     """Commands that install what the run needs on each machine."""
-    schemes = {address.partition("://")[0] for address in (run.init_from or "", *_stores(run).values())}
+    schemes = {address.partition("://")[0] for address in _addresses(run).values()}
     packages = [SCHEMES[scheme] for scheme in sorted(schemes & SCHEMES.keys())]
     more = f'; "$PYTHON" -m pip install --quiet {shlex.join(packages)}' if packages else ""
     return f"source launch/setup.sh{more}"
 
 
-def _stores(run: ResolvedRun) -> dict[str, str]:
-    """Addresses of the section `checkpoint`, by key."""
-    return {name: str(getattr(setting, "address", "")) for name, _, setting in run.checkpoint.asked_for()}
+def _addresses(run: ResolvedRun) -> dict[str, str]:
+    """Values of `init_from` and of the section `checkpoint` that may be addresses, by key."""
+    stores = {name: str(getattr(setting, "address", "")) for name, _, setting in run.checkpoint.asked_for()}
+    return stores | {"init_from": run.init_from or ""}
 
 
 def _notes(job: Job, run: ResolvedRun) -> list[str]:
     """Lines about the start, and about what the machines must have in addition."""
     notes = ["sky jobs launch FILE starts it, on new machines again after each that is taken away."]
-    stores = _stores(run)
-    if any(address.startswith("s3:") for address in stores.values()):
+    addresses = _addresses(run)
+    if any(address.startswith("s3:") for address in addresses.values()):
         notes.append(
             "Credentials of the store: sky jobs launch --secret AWS_ACCESS_KEY_ID --secret AWS_SECRET_ACCESS_KEY."
         )
-    if all(name == "resume_from" or address.startswith("file:") for name, address in stores.items()):
+    if all(name in ("init_from", "resume_from") or where.startswith("file:") for name, where in addresses.items()):
         notes.append("Disks go with their machines: set checkpoint.upload, or mount run_dir by file_mounts or volumes.")
     if job.nodes > 1:
         notes.append(f"All nodes must see the data and {run.folders.run}: mount them by file_mounts or volumes.")

@@ -224,10 +224,12 @@ class Upload:
     def _fetch(self, remote: RemoteFolder) -> None:
         """Make the newest copy a checkpoint of the run's folder, unless that has one as new. Raises StorageError when
         none can be fetched and there is no checkpoint here, when the copies are those of another run, or for an address
-        that is the run's own folder."""
+        that is a folder of this run."""
         place = Path(remote.address.removeprefix("file://")).resolve()  # of an object store none that could be ours
         if place in {folder.resolve() for folder in (self._folders.run, *self._folders.checkpoints)}:
-            raise StorageError(f"checkpoint.upload: given {remote.address}, the run's own; give an address elsewhere")
+            raise StorageError(
+                f"checkpoint.upload: given {remote.address}, a folder of this run; give an address elsewhere"
+            )
         here = [path for folder in self._folders.checkpoints for path in published(folder)]
         newest, path = max(here, default=(-1, None))
         try:

@@ -275,3 +275,11 @@ def test_what_is_not_known_is_refused(entry: dict[str, object], message: str) ->
     assert layer_attention(SimpleNamespace(), 1) is None
     with pytest.raises(ValueError, match="allowed: full, own"):
         decode_mode(SimpleNamespace(moba_decode="moba"))
+
+
+def test_sinks_that_a_model_has_are_refused_and_others_may_be_named() -> None:
+    """vLLM's Granite gives None for them, its gpt-oss the logits of heads."""
+    backend = pytest.importorskip("moba_vllm.backend")
+    backend.MobaImpl(4, 32, 1.0, 2, kind=Moba(16, 3), sinks=None)
+    with pytest.raises(ValueError, match="sinks of heads: not supported in layers of kind moba"):
+        backend.MobaImpl(4, 32, 1.0, 2, kind=Moba(16, 3), sinks=torch.zeros(4))

@@ -107,7 +107,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope": {"overrides": {1: {"theta": 500.0}, 2: YARN}},
     },
     "indexer": {"qk_norm": True, "moe": {"experts": 5, "active": 2, "intermediate_size": 16}},
-    "seer": {"norms": "both", "centered_norms": True, "activation": "gelu_tanh", "qk_norm": True, "head_dim": 16},
+    "seer": {"norms": "both", "centered_norms": True, "activation": "gelu_tanh", "qk_norm": True}
+    | {"heads": 10, "head_dim": 16},  # heads that do not divide the width
     "nsa": {"qk_norm": True, "qkv_bias": True},
     "groups": {"kv_heads": 3, "qk_norm": True},
     "states": {"gate_layers": [0, 2], "output_gate": "head", "tie_embeddings": True},

@@ -131,6 +131,14 @@ def test_an_upcycled_model_computes_what_the_dense_one_does(tmp_path: Path) -> N
         import_from_hf(tmp_path / "hf", tmp_path / "other", experts=4, active=5)
 
 
+def test_other_feed_forwards_than_swiglu_are_not_upcycled(tmp_path: Path) -> None:
+    make_hf_model("gemma3", tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="--experts: given 4, but the model's activation is 'gelu_tanh'"):
+        import_from_hf(tmp_path / "hf", tmp_path / "ours", experts=4)
+    with pytest.raises(CheckpointError, match="--active: given 3 without --experts"):
+        import_from_hf(tmp_path / "hf", tmp_path / "ours", active=3)
+
+
 def test_a_model_that_has_experts_is_not_upcycled(imported: SavedRun, tmp_path: Path) -> None:
     folder = imported.path.parents[2] / "hf"
     with pytest.raises(CheckpointError, match="--experts: given 4, but the model has experts; allowed: a dense model"):

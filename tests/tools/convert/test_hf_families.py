@@ -277,6 +277,9 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is "),
         ("gpt_oss", {"num_experts_per_tok": 200}, "active: given 200"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("llama", {"is_causal": False}, "is_causal is false, allowed: True"),
+        ("gemma3_text", {"is_causal": False}, "is_causal is false, allowed: True"),
+        ("mistral", {"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config is .* allowed: None"),
     ],
 )
 def test_what_changes_the_function_is_refused_by_its_key(
@@ -307,6 +310,7 @@ BY_TYPE = {"full_attention": {"rope_theta": 777.0}, "sliding_attention": {"rope_
         ("llama", {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 5e5}, []),
         ("llama", {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, ["rope_parameters.factor"]),
         ("llama", {"rope_scaling": YARN, "rope_parameters": YARN}, []),
+        ("llama", {"rope_scaling": YARN, "rope_parameters": 1}, ["rope_parameters"]),
         (
             "qwen3",
             {"rope_scaling": YARN | {"attention_factor": None, "low_freq_factor": 1.0}},

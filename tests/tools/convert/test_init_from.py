@@ -8,16 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from moba_train.config.attention import AttentionConfig
 from moba_train.config.load import load_config
 from moba_train.errors import CheckpointError, ConfigError
+from moba_train.model.build import build_model
+from moba_train.resolve.initial_weights import left_out_kinds, load_initial_weights
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.resolve.warnings import recipe_warnings
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf, imported_recipe
-from moba_train.tools.saved_recipe import open_checkpoint
+from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 from tests.resolved import check
 from tests.run.test_init_from import _on_the_cpu, begun_from, damaged, source
 from tests.run.tiny_run import Run
 from tests.run.trainer_ranks import Ranks
+from tests.tools.convert.code_models import LAYERS_OF, save_run
 from tests.tools.convert.hf_models import make_hf_model
 
 __all__ = ["_on_the_cpu", "source"]
@@ -133,3 +137,17 @@ def test_layers_of_an_architecture_that_are_a_kind_with_weights_begin_with_them(
     heads["values"] = 4
     with pytest.raises(ConfigError, match=r"attention\.gdn: gives layer 0 parameters"):
         check(load_config(run.write_recipe(), [f"run_dir={tmp_path / 'other'}"]), 1, check_files=True)
+
+
+def test_an_export_with_code_brings_the_weights_of_its_attention_kinds(tmp_path: Path) -> None:
+    """Those that no stage of the run has are left out."""
+    save_run(tmp_path, "qwen3", LAYERS_OF["qwen3"])
+    saved = open_checkpoint(tmp_path / "run")
+    export_to_hf(saved, tmp_path / "out", torch.float32, 2**30, with_code=True)
+    model = build_model(saved.spec)
+    assert "begin again" not in load_initial_weights(model, tmp_path / "out")
+    expected = load_trained(saved, torch.device("cpu")).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    bare = resolve_unchecked(saved.config.model_copy(update={"attention": AttentionConfig(default="full")})).setup.spec
+    assert {*left_out_kinds(bare, tmp_path / "out")} == {(0, "moba"), (1, "msa"), (2, "msa")}
+    load_initial_weights(build_model(bare), tmp_path / "out")

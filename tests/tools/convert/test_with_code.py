@@ -126,7 +126,8 @@ def test_a_static_cache_generates_the_same(exported: Exported) -> None:
 def test_speculative_decoding_cuts_the_cache(exported: Exported) -> None:
     """Guesses are those of the prompt, and those of a model that attends otherwise."""
     for name in ("looked up", "assisted"):
-        assert exported.answers[name].tolist() == exported.answers["generated own"][0].tolist()
+        # transformers 5.0 may give one more than it was asked for.
+        assert exported.answers[name].tolist()[:NEW] == exported.answers["generated own"][0].tolist()
 
 
 @pytest.mark.parametrize("exported", ["states"], indirect=True)
@@ -210,6 +211,17 @@ def test_chunks_of_queries_and_gradients(exported: Exported, monkeypatch: pytest
         torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-12)
 
 
+def test_trainer_and_generate_may_give_what_they_give_all_models(exported: Exported) -> None:
+    """The number of tokens that a loss is divided by, autocast to 16 bits, and the tokenizer for stop strings."""
+    theirs = loaded_here(exported.folder, torch.float32)
+    tokens = PROMPTS[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = theirs(tokens[None], labels=tokens[None], num_items_in_batch=7, tokenizer="of `stop_strings`").loss
+    found.backward()
+    expected = torch.nn.functional.cross_entropy(logits(exported.model, tokens)[:-1], tokens[1:], reduction="sum") / 7
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=0)
+
+
 def test_it_comes_back_as_a_checkpoint(exported: Exported, tmp_path: Path) -> None:
     """With the parameters of attention kinds; also if transformers has loaded and saved it."""
     torch.testing.assert_close(exported.answers["saved"], exported.answers["logits"], rtol=0, atol=1e-10)
@@ -288,7 +300,8 @@ def test_the_card_says_what_the_run_knows(exported: Exported) -> None:
     card = (exported.folder / "README.md").read_text()
     assert "| long | 256 | 512 |" in card
     assert "books (75.0%), web (25.0%)" in card
-    assert "trust_remote_code=True" in card
+    assert card.count(".from_pretrained(FOLDER, trust_remote_code=True)") == 2  # for the tokenizer, not to be asked
+    assert '`moba_decode="own"` they attend as their layer does, unless it is `seer`.' in card
     for entry in json.loads((exported.folder / "config.json").read_text())["moba"]["layers"]:
         assert f"| {entry['kind']} |" in card
     assert "The run folder has no evaluation of this checkpoint." in card

@@ -5,6 +5,7 @@ named otherwise, goes to FOLDER/answers.pt.
 """
 
 import sys
+from copy import deepcopy
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -44,7 +45,7 @@ def answers(folder: str, prompts: list[torch.Tensor]) -> dict[str, Any]:
     model = load(folder)
     own = load(folder, moba_decode="own")
     found["configs"] = type(model).config_class.__name__, type(model.config).__name__
-    found["logits"] = model(long[None]).logits[0]
+    found["logits"] = deepcopy(model)(long[None]).logits[0]
     for name in ("eager", "flex_attention"):
         found[name] = load(folder, attn_implementation=name)(long[None]).logits[0]
     found["bfloat16"] = load(folder, dtype=torch.bfloat16)(long[None]).logits[0]

@@ -61,9 +61,11 @@ def test_skypilot_gets_a_task_whose_nodes_know_their_places(tmp_path: Path) -> N
     assert "Disks go" not in with_copies
     setup = shlex.split(yaml.safe_load(with_copies)["setup"])[-1]
     assert setup == """source launch/setup.sh; "$PYTHON" -m pip install --quiet 's3fs>=2025.9'"""
-    begun_elsewhere = launch("--sky", "H100", "checkpoint.resume_from=s3://bucket/run")
-    assert "--secret AWS_ACCESS_KEY_ID" in begun_elsewhere
-    assert "# Disks go with their machines" in begun_elsewhere
+    for key in ("checkpoint.resume_from", "init_from"):
+        begun_elsewhere = launch("--sky", "H100", f"{key}=s3://bucket/run")
+        assert "--secret AWS_ACCESS_KEY_ID" in begun_elsewhere
+        assert "# Disks go with their machines" in begun_elsewhere
+        assert "s3fs" in begun_elsewhere
     assert "--secret" not in launch("--sky", "H100", "checkpoint.upload=file:///nfs/run")
     task = yaml.safe_load(text)
     assert task["name"] == "long-run"

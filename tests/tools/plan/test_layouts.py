@@ -250,3 +250,12 @@ def test_fp8_saves_nothing_on_experts_whose_products_stay_in_bf16(load: Load) ->
     narrow, wide = saved(256), saved(4096)
     assert narrow[0] > 0
     assert wide == pytest.approx(narrow)
+
+
+def test_experts_are_divided_where_their_weights_outweigh_the_tokens(search: Callable[..., list[Layout]]) -> None:
+    def best(active: int, tokens: str) -> str:
+        moe = f"model.moe={{experts: 64, active: {active}, intermediate_size: 1024}}"
+        return " ".join(search(*LARGE, moe, f"batch_tokens={tokens}", nodes=1)[0].arguments)
+
+    assert "parallel.ep=4" in best(2, "32K")
+    assert "ep=" not in best(32, "4M").replace("parallel.ep=1", "")

@@ -375,7 +375,9 @@ def test_a_run_is_refused_where_the_store_cannot_be_used(
 def test_the_runs_own_folder_is_no_place_for_copies(tmp_path: Path) -> None:
     """Retention of copies would delete the run's checkpoints."""
     for place in (tmp_path, tmp_path / "checkpoints"):
-        with pytest.raises(UserError, match=r"checkpoint\.upload: given file://.*, the run's own; give an address"):
+        with pytest.raises(
+            UserError, match=r"checkpoint\.upload: given file://.*, a folder of this run; give an address elsewhere"
+        ):
             start(tmp_path, f"file://{place}/")
 
 

@@ -94,7 +94,7 @@ class Call(NamedTuple):
     new: New
     rotate: Rotary
     kernels: Any
-    """The package that `load_kernels` has found, or None."""
+    """The function that `load_kernels` has found, or None."""
     sink_H: Tensor | None
     """Logits that join the softmax of each head without a value (gpt-oss)."""
 
@@ -133,7 +133,8 @@ def _with_sink(out_BHTd: Tensor, lse_BHT: Tensor, sink_H: Tensor) -> Tensor:
 
 @functools.cache
 def load_kernels(folder: str) -> Any:
-    """The kernels in a model's folder, a package in the layout of Hugging Face's kernels hub; None without."""
+    """Attention by kernels in a model's folder, a package in the layout of Hugging Face's kernels hub; None without.
+    A function and not the package, so that models can be copied."""
     package = Path(folder, "kernels", "build", "torch-universal").absolute()
     if not folder or not package.is_dir():
         return None
@@ -144,7 +145,7 @@ def load_kernels(folder: str) -> Any:
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return module.attend_to_blocks
 
 
 @functools.cache
@@ -245,7 +246,7 @@ def attend_to_blocks(call: Call, choose: Choose, block_size: int, width: int) ->
         return torch.cat(outs, 2)
     most = max(ids.shape[-1] for ids in outs)
     selected_BHTC = torch.cat([F.pad(ids, (0, most - ids.shape[-1]), value=-1) for ids in outs], 2)
-    found = call.kernels.attend_to_blocks(call.q, call.k, call.v, selected_BHTC, block_size)
+    found = call.kernels(call.q, call.k, call.v, selected_BHTC, block_size)
     if found is None:  # no kernel takes these tensors
         return attend_to_blocks(call._replace(kernels=None), choose, block_size, width)
     out_BHTd, lse_BHT = found

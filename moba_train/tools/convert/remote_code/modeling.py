@@ -7,7 +7,7 @@ Each layer attends as its entry of `moba.layers` in config.json says, by one of 
 Qwen2's or Qwen3's, or else in `moba.model` and `moba.ropes`. A prompt is read with each layer's own attention. New
 tokens, one at a time, attend to every token before them, as in MoBA's paper, unless `moba_decode` is "own":
 from_pretrained(..., moba_decode="own"). Several tokens in one call always attend as their layer does, so speculative
-decoding needs "own". Layers with a window or a state know one way only.
+decoding needs "own". Layers with a window or a state and those of `seer` know one way only.
 
 The folder kernels/ next to config.json holds Triton kernels for prompts in bfloat16 and float16 on CUDA. It may be left
 out: everything is computed in plain PyTorch then.
@@ -354,15 +354,18 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cache: Any = None,
+        num_items_in_batch: Any = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and the loss if there are labels. `past_key_values` is the older name of `cache`.
+        """Logits, and the loss if there are labels: the mean of their tokens, or the sum over `num_items_in_batch`.
+        `past_key_values` is the older name of `cache`. Autocast is not heeded: layers compute in their weights' dtype.
 
         Raises ValueError for a cache that is neither a DynamicCache nor a StaticCache, padding between tokens, and
         arguments that are not supported, such as output_attentions.
         """
         for name, value in others.items():
-            if name not in ("return_dict", "cache_position") and value is not None and value is not False:
+            # generate also hands on the tokenizer that it needs for `stop_strings`.
+            if name not in ("return_dict", "cache_position", "tokenizer") and value is not None and value is not False:
                 raise ValueError(f"{name}: given, but this model does not support it")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: exactly one of the two needed")
@@ -383,13 +386,17 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
                 position_ids[text.rows] -= text.first
         elif attention_mask is None and (position_ids.diff() < 1).any():
             raise ValueError("position_ids: begin again inside of a row; several texts in one row are not supported")
-        for block, rotate in zip(self.model["layers"], self.rotations(position_ids), strict=True):
-            x_BTD = block(x_BTD, rotate, texts, cache)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            for block, rotate in zip(self.model["layers"], self.rotations(position_ids), strict=True):
+                x_BTD = block(x_BTD, rotate, texts, cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(self.model["norm"](x_BTD[:, kept])) / self.logits_divisor
         if self.logits_cap is not None:
             logits = self.logits_cap * (logits / self.logits_cap).tanh()
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        loss = None
+        if labels is not None:
+            count = {"num_items_in_batch": num_items_in_batch}
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **count)
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})
 
 
