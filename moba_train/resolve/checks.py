@@ -449,13 +449,17 @@ def _save_problems(
     checkpoint: CheckpointConfig, reaction: str, evaluated_every: int, validation: Sequence[SourceConfig]
 ) -> Iterator[str]:
     """Checkpoints that a `reaction` to spikes, copies elsewhere or the choice of the best ones needs and that are not
-    saved, or not evaluated."""
+    saved, or not evaluated; an address whose newest copy a run would take instead of the one that it is to begin with."""
     every = checkpoint.every
     if every is None and reaction == "rollback":
         yield "health.spike.reaction: given 'rollback', which needs checkpoints; set checkpoint.every, which is null"
     if every is None:
         for name, *_ in checkpoint.asked_for():
             yield f"checkpoint.{name}: given, but checkpoint.every is null; set it, or checkpoint.{name} to null"
+    addresses = {name: getattr(setting, "address", "") for name, _, setting in checkpoint.asked_for()}
+    source, copies = addresses.get("resume_from", ""), addresses.get("upload")
+    if copies in (source, source.rpartition("/step_")[0]):
+        yield f"checkpoint.upload: given {copies}, where checkpoint.resume_from reads; give another address"
     if not checkpoint.keep_best:
         return
     given = f"checkpoint.keep_best: given {checkpoint.keep_best}"

@@ -326,6 +326,10 @@ app.command()(generate)
 
 convert = command_group("Convert between our checkpoints and Hugging Face folders.")
 app.add_typer(convert, name="convert")
+InitFrom = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="the model that adapters were trained on, where it is now; default: init_from"),
+]
 
 
 @convert.command()
@@ -355,6 +359,7 @@ def moba_to_hf(
             "minimax_m3_vl_text (MiniMax-M3, msa); default: the first that computes the same with full attention",
         ),
     ] = None,
+    init_from: InitFrom = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: weights, config.json, model card, and the tokenizer as AutoTokenizer
     loads it.
@@ -366,7 +371,7 @@ def moba_to_hf(
     from moba_train.tools.convert.hf import describe_folder, export_to_hf
     from moba_train.tools.saved_recipe import open_checkpoint
 
-    saved = open_checkpoint(checkpoint)
+    saved = open_checkpoint(checkpoint, init_from)
     left_out = export_to_hf(saved, output, getattr(torch, dtype.value), int(shard_gib * 2**30), with_code, model_type)
     typer.echo(f"{saved.path} is now a Hugging Face model in {output}:")
     for line in describe_folder(output):
@@ -377,7 +382,9 @@ def moba_to_hf(
 
 @convert.command()
 def moba_to_peft(
-    checkpoint: Checkpoint, output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")]
+    checkpoint: Checkpoint,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
+    init_from: InitFrom = None,
 ) -> None:
     """Write the adapters of a checkpoint as a folder for peft, without the model that they were trained on.
 
@@ -386,7 +393,7 @@ def moba_to_peft(
     from moba_train.tools.convert.adapters import export_adapters
     from moba_train.tools.saved_recipe import open_checkpoint
 
-    saved = open_checkpoint(checkpoint)
+    saved = open_checkpoint(checkpoint, init_from)
     export_adapters(saved, output)
     typer.echo(f"the adapters of {saved.path} are now in {output}")
 

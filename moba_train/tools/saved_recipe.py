@@ -107,7 +107,7 @@ def base_folder(saved: SavedRun) -> Path:
     if folder is None:
         raise CheckpointError(
             f"{saved.path} holds adapters of the model {given!r} (init_from), which is not there; name the folder "
-            "where it is now: init_from=FOLDER"
+            "where it is now: init_from=FOLDER (convert: --init-from FOLDER)"
         )
     try:
         return check_below(folder, paths.roots)
@@ -274,14 +274,18 @@ def _origin(run: Path, run_dir: str) -> Path | None:
     return None if home.is_relative_to(origin) else origin
 
 
-def open_checkpoint(path: Path) -> SavedRun:
+def open_checkpoint(path: Path, init_from: Path | None = None) -> SavedRun:
     """The checkpoint `path`, or the newest valid one of the run folder `path`, with its recipe and stage.
+
+    init_from: the model that adapters were trained on, if it is not where the recipe says
 
     Raises UserError when there is none, it is damaged, its recipe cannot work, describes a model that the checkpoint
     cannot hold, or names files that it must not read (`check_paths`).
     """
     saved = read_checkpoint(path)
     check_paths(saved.config.data, saved.config.evaluation, saved.path)
+    if init_from is not None:
+        saved = saved._replace(config=saved.config.model_copy(update={"init_from": str(init_from)}))
     return saved
 
 

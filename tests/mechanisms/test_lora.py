@@ -2,6 +2,7 @@
 exports."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from moba_train.attention.layout import packed_layout
 from moba_train.config.load import load_config
@@ -20,6 +22,7 @@ from moba_train.mechanisms.lora import CHANGE, A, B, Lora, LoraLinear, LoraOptio
 from moba_train.memory.weights import checkpoint_bytes
 from moba_train.registry import ADAPTERS
 from moba_train.resolve.recipe import resolve
+from moba_train.tools.cli import app
 from moba_train.tools.convert.adapters import export_adapters
 from moba_train.tools.convert.hf import export_to_hf
 from moba_train.tools.plan.command import print_start_warnings
@@ -300,6 +303,26 @@ def test_merged_weights_give_the_logits_of_the_adapters(exported: tuple[Path, Pa
     folder, _, logits = exported
     torch.testing.assert_close(transformers_logits(folder)[1], logits, rtol=1e-4, atol=1e-4)
     assert (transformers_logits(base)[1] - logits).abs().max() > 0.1, "the adapters do something"
+
+
+def test_adapters_are_exported_when_their_base_has_moved(
+    undisturbed: Run, exported: tuple[Path, Path, Tensor], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base.parents[1])
+    checkpoint = shutil.copytree(undisturbed.run_dir / "checkpoints" / "step_00000006", tmp_path / "step_00000006")
+    moved = tmp_path / "moved"
+    base.rename(moved)
+    try:
+        refused = CliRunner().invoke(app, ["convert", "moba-to-peft", str(checkpoint), str(tmp_path / "none")])
+        assert "convert: --init-from FOLDER" in refused.stderr
+        for command, before in zip(("moba-to-hf", "moba-to-peft"), exported[:2], strict=True):
+            options = ["--init-from", str(moved)] + (["--dtype", "float32"] if command == "moba-to-hf" else [])
+            done = CliRunner().invoke(app, ["convert", command, str(checkpoint), str(tmp_path / command), *options])
+            assert done.exit_code == 0, done.output
+            (name,) = (path.name for path in before.glob("*.safetensors"))
+            assert (tmp_path / command / name).read_bytes() == (before / name).read_bytes()
+    finally:
+        moved.rename(base)
 
 
 def test_a_folder_for_peft_holds_the_factors_by_its_names(exported: tuple[Path, Path, Tensor], base: Path) -> None:

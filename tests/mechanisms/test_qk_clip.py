@@ -204,6 +204,10 @@ def test_layers_that_note_nothing_log_nothing() -> None:
     [
         (["model.qk_norm=true"], "optim.muon.qk_clip: given 100 with model.qk_norm, whose norms bound"),
         (["adapters.lora={}"], "optim.muon.qk_clip: given 100 with adapters"),
+        (  # would shrink the weights in every step
+            ["optim.muon.qk_clip=9"],
+            "optim.muon.qk_clip: given 9, which equal logits near 0 exceed by max_lse; allowed: above ln(seq_len), 9.0",
+        ),
         (
             ["stages.1.attention.default=nsa"],
             "optim.muon.qk_clip: given 100 with attention kind 'nsa' in stages[1], whose logits are not known",

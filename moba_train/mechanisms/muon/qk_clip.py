@@ -10,6 +10,7 @@ the square root of it. A key head that several query heads share stays as it is,
 MLA: the query head then takes all of the factor.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +28,10 @@ from moba_train.torch_private import local_shape_and_offset
 
 def clip_problems(config: Any) -> Iterator[str]:
     """Recipes whose logits cannot be clipped, or bounded."""
-    key = f"optim.muon.qk_clip: given {config.optim.options_of('muon').qk_clip:g}"
+    threshold = config.optim.options_of("muon").qk_clip
+    key = f"optim.muon.qk_clip: given {threshold:g}"
+    if threshold <= (least := math.log(max(stage.seq_len for stage in config.stages))):
+        yield f"{key}, which equal logits near 0 exceed by max_lse; allowed: above ln(seq_len), {least:.1f}, or null"
     if config.model.qk_norm:
         yield f"{key} with model.qk_norm, whose norms bound the logits; allowed: null"
     if config.adapters.given is not None:

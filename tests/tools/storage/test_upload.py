@@ -390,6 +390,15 @@ def test_a_run_that_saves_nothing_is_refused_with_an_address(
     assert f"checkpoint.{key}: given, but checkpoint.every is null; set it" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("step", ["", "/step_00000004/"])
+def test_copies_do_not_go_where_the_run_resumes_from(run: Run, step: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The newest of them would be used, whichever step is named."""
+    address = f"file://{run.folder}/copies"
+    run.recipe["checkpoint"] |= {"upload": address, "resume_from": address + step}
+    assert run.train_here() == 2
+    assert f"checkpoint.upload: given {address}, where checkpoint.resume_from reads; give" in capfd.readouterr().err
+
+
 def test_another_run_is_refused(tmp_path: Path, line: Line) -> None:
     address = address_of(tmp_path)
     uploads = start(tmp_path / "one", address)
