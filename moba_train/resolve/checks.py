@@ -449,7 +449,7 @@ def _save_problems(
     checkpoint: CheckpointConfig, reaction: str, evaluated_every: int, validation: Sequence[SourceConfig]
 ) -> Iterator[str]:
     """Checkpoints that a `reaction` to spikes, copies elsewhere or the choice of the best ones needs and that are not
-    saved, or not evaluated; an address whose newest copy a run would take instead of the one that it is to begin with."""
+    saved, or not evaluated; an address whose newest copy a run would take instead of the one that it begins with."""
     every = checkpoint.every
     if every is None and reaction == "rollback":
         yield "health.spike.reaction: given 'rollback', which needs checkpoints; set checkpoint.every, which is null"
