@@ -322,8 +322,6 @@ class _Step:
         repeated += product_s * attention_matrices(model) if kept < Kept.PROJECTIONS else 0.0
         fed_s = 2 * tokens * fed.active / (GROUPED_SPEED * rates.products) if fed.copies else product_s * fed.active
         repeated += fed_s * 2 / 3 if kept < Kept.PRODUCTS else 0.0
-        # The weight of an expert's result has a gradient, which the down projection is computed again for.
-        repeated += fed_s / 3 if fed.copies and kept < Kept.ALL else 0.0
         return LayerTime(
             products=3 * (product_s * attention_matrices(model) + fed_s),
             attention=attention_s,
