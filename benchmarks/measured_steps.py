@@ -15,7 +15,7 @@ class Measured:
 
     file: str
     keys: tuple[str, ...]
-    """Where the median is in the file's `results`."""
+    """Keys of the median in the file's `results`."""
     row: str
     model: str = "llama-1b"
     gpus: int = 1
@@ -24,7 +24,7 @@ class Measured:
     layers: int | None = None
     fit: bool = False
     defaults: Row = field(default_factory=Row)
-    """What `row` leaves out."""
+    """Settings that `row` leaves out."""
 
 
 OLD_1B = "training-1b-h200-x2.json"

@@ -28,41 +28,14 @@ ONCE_FAILED = [
 KDA: tuple[str, dict[str, Any]] = ("kda", {})
 BARE: tuple[str, dict[str, Any]] = ("gdn", {"heads": {"keys": 2, "values": 6, "width": 4}})
 OLMO = {"norms": "post", "qk_norm": "all_heads"}
+_CP: dict[str, Any] = {"documents": "many", "mask": "sparse", "clip_norm": 0.05, "checkpointing": "selective"}
+_IN_TWO = dict.fromkeys(SIZES, 1) | {"cp": 2, "tp": 2}
+_PIPELINE = dict.fromkeys(SIZES, 1) | {"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"}
 SELDOM = [
-    Case(
-        1,
-        dict.fromkeys(SIZES, 1) | {"cp": 2, "tp": 2},
-        [MOBA, FULL],
-        OLMO,
-        documents="many",
-        mask="sparse",
-        clip_norm=0.05,
-        checkpointing="selective",
-    ),
-    Case(
-        2,
-        dict.fromkeys(SIZES, 1) | {"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"},
-        [FULL, MOBA],
-        OLMO | {"centered_norms": True},
-        documents="few",
-    ),
-    Case(
-        3,
-        dict.fromkeys(SIZES, 1) | {"cp": 2, "tp": 2},
-        [KDA, BARE, ("gdn", {})],
-        {"bare_layers": [1]},
-        documents="many",
-        mask="sparse",
-        clip_norm=0.05,
-        checkpointing="selective",
-    ),
-    Case(
-        4,
-        dict.fromkeys(SIZES, 1) | {"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"},
-        [BARE, KDA],
-        {"bare_layers": [0]},
-        documents="few",
-    ),
+    Case(1, _IN_TWO, [MOBA, FULL], OLMO, **_CP),
+    Case(2, _PIPELINE, [FULL, MOBA], OLMO | {"centered_norms": True}, documents="few"),
+    Case(3, _IN_TWO, [KDA, BARE, ("gdn", {})], {"bare_layers": [1]}, **_CP),
+    Case(4, _PIPELINE, [BARE, KDA], {"bare_layers": [0]}, documents="few"),
 ]
 """Cases of options that few of the first seeds have: norms over the heads of all ranks that share a layer, and kinds
 whose parameters these ranks divide."""

@@ -28,8 +28,8 @@ FORWARD = {
     1: ["index_select", "_grouped_mm"],
     2: ["index_select", "start_exchange", "finish_exchange", "_grouped_mm", "exchange_rows"],
 }
-"""What makes a tensor with a row of the model's width for each choice of a token: rows are copied for their experts,
-computed by them, and added up for their tokens, of which each has one row."""
+"""Operators that make a tensor with a row of the model's width for each choice of a token: rows are copied for their
+experts, computed by them, and added up for their tokens, of which each has one row."""
 BACKWARD = {
     1: ["index_select", "index_select", "_grouped_mm", "_grouped_mm", "add"],
     2: [
@@ -37,7 +37,7 @@ BACKWARD = {
         *("_grouped_mm", "_grouped_mm", "add", "exchange_rows"),
     ],
 }
-"""The same of a recomputed block: its rows and their gradients are copied; gradients by the gate and up projections are
+"""Those of a recomputed block: its rows and their gradients are copied; gradients by the gate and up projections are
 added. No results of experts are computed or fetched again."""
 
 

@@ -112,7 +112,7 @@ def part_by_part(lines: list[str], output: str) -> None:
 
 
 def test_ranks_compute_their_heads_part_by_part_as_one_device_does_at_once(ranks: Ranks, tmp_path: Path) -> None:
-    """What a part recomputes in the backward pass has the rank's parameters."""
+    """Parts that are recomputed in the backward pass have the rank's parameters."""
     case = Case(5, dict.fromkeys(SIZES, 1) | {"tp": 2}, [("kda", {}), ("gdn", {})], documents="few")
     ranks.work(part_by_part, ([case.line()], str(tmp_path / "problems.json")), 2)
     assert json.loads((tmp_path / "problems.json").read_text()) == [[]]

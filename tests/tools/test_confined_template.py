@@ -64,7 +64,7 @@ def test_only_the_conversation_that_exceeds_a_limit_is_refused() -> None:
 
 
 def test_a_conversation_of_many_turns_has_room_for_a_sample_of_each() -> None:
-    """Where the template drops thoughts of earlier turns."""
+    """A template that drops thoughts of earlier turns."""
     turns = [user("x" * 4000), assistant("x" * 4000, reasoning_content="y")] * 50
     limits = SMALL._replace(text=1 << 10, memory=1 << 30)
     assert len(ConfinedTemplate(FORGETS, "<e>", limits=limits).split(Conversation(turns)).samples) == 50
