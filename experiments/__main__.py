@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--arms-per-gpu", type=int, default=1, help="arms that share a GPU; times then say little; 1")
     parser.add_argument("--seconds", type=float, default=540, help="no arm begins that would not end by then; 540")
     parser.add_argument(
-        "--seconds-per-arm", type=int, help="training seconds of each arm of a figure of equal times; default: 240"
+        "--seconds-per-arm", type=int, help="training seconds of each arm of a figure of equal times; default: 200"
     )
     parser.add_argument("--corpus", type=Path, default=Path("data/long"), help="folder of the tokenised corpora")
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"), help="folder of the trainer's runs")

@@ -1,8 +1,8 @@
 """F13: MoBA, full attention, a sliding window and short sequences first, each for equal seconds on one GPU.
 
 SmolLM2-135M is extended to long sequences. Rates are measured first, by the figure `equal-time-rates` on the same kind
-of GPU, and give each arm its tokens: as many as it trains in `seconds_per_arm`. Arms of one seed begin with the same
-weights, which have been through the change of RoPE already.
+of GPU, and give each arm its tokens: as many as it trains in `seconds_per_arm`. So arms may share a GPU. Those of one
+seed begin with the same weights, which have been through the change of RoPE already.
 
     full     full attention throughout
     moba     MoBA 128/16 with the last 3 layers full for 88 % of the time, then full attention
@@ -53,8 +53,10 @@ from experiments.smollm2 import (
 from moba_train.data.indexed import corpus_file
 from moba_train.errors import UserError
 
-SECONDS = 240
-"""Training seconds of an arm: all arms of a seed are then trained and evaluated in 20 minutes of four GPUs."""
+SECONDS = 200
+"""Training seconds of an arm: the arms of a seed at 64K are then trained and evaluated in 25 minutes of one GPU."""
+MICRO_BATCH = 65_536
+"""Tokens of a micro-batch, so that the memory of a GPU is enough for three arms at 64K (a plan says 39 GiB each)."""
 LENGTHS = {"32k": 32_768, "64k": 65_536, "128k": 131_072}
 MAIN = "64k"
 SHORT = 8192
@@ -137,8 +139,8 @@ class EqualTime(Figure):
         return dataclasses.replace(self, seconds_per_arm=seconds)
 
     def settings(self, quick: bool) -> dict[str, Any]:
-        """Length of an arm and the rates that gave it its tokens."""
-        return {"seconds_per_arm": self.seconds_per_arm, "rates": _rates(quick)}
+        """Length of an arm. The rates that gave it its tokens are in its recipe, as those tokens."""
+        return {"seconds_per_arm": self.seconds_per_arm}
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """The base, then all arms at 64K, then full attention and MoBA at the other lengths."""
@@ -150,9 +152,15 @@ class EqualTime(Figure):
         return found
 
     def refusal(self, arm: Arm, results: Sequence[Result], quick: bool) -> str:
-        """Lengths other than 64K have fewer seeds."""
-        if arm.seed not in OTHER_SEEDS and arm.name.partition("-")[2] not in ("", MAIN):
+        """Lengths other than 64K have fewer seeds, and an arm has as many tokens as measured rates give it."""
+        kind, _, length = arm.name.partition("-")
+        if arm.seed not in OTHER_SEEDS and length not in ("", MAIN):
             return f"lengths other than {MAIN} have the seeds {', '.join(map(str, OTHER_SEEDS))}"
+        if kind in NAMES and not quick:
+            sparse = {"full": [], "short": ["full-8k"]}.get(kind, [f"moba-{length}"])  # a window has MoBA's tokens
+            measured = {result["name"] for result in read_results(_RATES)}
+            if missing := {f"full-{length}", *sparse} - measured:
+                return f"equal-time-rates has no rates of {', '.join(sorted(missing))}"
         return super().refusal(arm, results, quick)
 
     def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:
@@ -165,12 +173,10 @@ class EqualTime(Figure):
         need_weights(corpus)
         corpus.find(OTHER)
         here = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-        measured = {result["name"]: result["device"] for result in read_results(_RATES)}
-        missing = [name for name in NOMINAL_RATES if measured.get(name) != here]
-        if missing:
+        if {result["device"] for result in read_results(_RATES)} != {here}:
             raise UserError(
-                f"{_RATES.name}: no rates of {', '.join(missing)} on {here}; measure them first: python -m experiments "
-                f"equal-time-rates --corpus {corpus.folder} --gpus 1"
+                f"{_RATES.name}: no rates on {here}, or some of another device; measure them first: python -m "
+                f"experiments equal-time-rates --corpus {corpus.folder} --gpus 1"
             )
 
     def find(self, results: Sequence[Result]) -> Finding:
@@ -236,7 +242,7 @@ class EqualTime(Figure):
         if kind == "moba":  # whose last stage has full attention, which has no gate
             gates = {"gate_probe": {"sequences": 1 if quick else 4}}
             found[PROBE] = asked("own", gates, "stages.1.attention.default=moba")
-        return Arm(f"{kind}-{length}", seed, content, found, parent=BASE, is_timed=True)
+        return Arm(f"{kind}-{length}", seed, content, found, parent=BASE)
 
     def _plan(
         self, kind: str, length: str, seq_len: int, quick: bool
@@ -260,15 +266,14 @@ class EqualTime(Figure):
         batch = batch_tokens(quick)
         own = {} if attention is None else {"attention": attention}
         tokens = max(1, round(tokens / batch)) * batch
-        return {"name": name, "seq_len": seq_len, "tokens": tokens, **own, "evaluate": name != "short"}
+        return {**_stage(name, seq_len, tokens, quick), **own, "evaluate": name != "short"}
 
 
 def _rates(quick: bool) -> dict[str, float]:
     """Tokens a second by kind and length: measured, else those of estimates."""
     if quick:  # a step or two of each stage
         return dict.fromkeys(NOMINAL_RATES, 2 * QUICK_LENGTH / 1200)
-    measured = {result["name"]: float(result["tokens_per_s"]) for result in read_results(_RATES)}
-    return measured if NOMINAL_RATES.keys() <= measured.keys() else NOMINAL_RATES
+    return NOMINAL_RATES | {result["name"]: float(result["tokens_per_s"]) for result in read_results(_RATES)}
 
 
 def _base(seed: int, quick: bool) -> Arm:
@@ -280,12 +285,17 @@ def _base(seed: int, quick: bool) -> Arm:
     return Arm(BASE, seed, from_weights(recipe(FULL_ATTENTION, [stage], BASE_LR, quick, {}), quick))
 
 
+def _stage(name: str, seq_len: int, tokens: int, quick: bool) -> dict[str, Any]:
+    micro_batch = max(1, min(batch_tokens(quick), MICRO_BATCH) // seq_len)
+    return {"name": name, "seq_len": seq_len, "tokens": tokens, "micro_batch_size": micro_batch, "evaluate": False}
+
+
 def _timed(name: str, seed: int, quick: bool) -> Arm:
     """Some steps of a kind at a length."""
     kind, _, length = name.partition("-")
     seq_len = QUICK_LENGTH if quick else {"8k": SHORT, **LENGTHS}[length]
     tokens = (2 if quick else RATE_STEPS) * batch_tokens(quick)
-    stage = {"name": "timed", "seq_len": seq_len, "tokens": tokens, "evaluate": False}
+    stage = _stage("timed", seq_len, tokens, quick)
     attention = (QUICK_SPARSE if quick else SPARSE).get(kind, FULL_ATTENTION)
     return Arm(name, seed, recipe(attention, [stage], LR, quick, {}), is_timed=True)
 

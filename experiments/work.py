@@ -58,10 +58,12 @@ class Work:
         done = held(output, _settings(figure, corpus, quick), arms)
         results = read_results(output)
         missing = [arm for arm in asked_for(arms, patterns) if arm.key not in done]
-        wanted = [arm for arm in missing if not figure.refusal(arm, results, quick)]
+        problems = [figure.refusal(arm, results, quick) or arm.problem(sharing) for arm in missing]
         weights = {key_of(one) for one in results if key_of(one) in _parents(arms) and _has_weights(runs, one)}
-        needed = _with_parents([arm for arm in wanted if not arm.problem(sharing)], arms, weights)
-        impossible = [(arm, problem) for arm in wanted if (problem := arm.problem(sharing))]
+        needed = _with_parents(
+            [arm for arm, problem in zip(missing, problems, strict=True) if not problem], arms, weights
+        )
+        impossible = [(arm, problem) for arm, problem in zip(missing, problems, strict=True) if problem]
         return Work(figure, corpus, runs, output, quick, arms, needed, impossible, weights, len(done), estimates)
 
     def run(self, arm: Arm, devices: Sequence[int], sharing: int) -> None:

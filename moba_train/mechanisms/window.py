@@ -1,8 +1,9 @@
 """Sliding-window attention as a LocalAttention: every query sees the last tokens of its document, and its first ones.
 
-On CUDA a varlen flash kernel masks the band, elsewhere kernels/common/reference.py. Both are given the keys of the
-band alone, so that the work is T times the window, not T squared. The first tokens, or sinks (StreamingLLM, Xiao et al.
-2023, arXiv:2309.17453), are further calls for each document that is longer than the window.
+On CUDA, a window is a span of neighbouring keys to the Triton kernels (kernels/triton/spans.py); a varlen flash kernel,
+or elsewhere kernels/common/reference.py, masks a band and is given its keys alone. So the work is T times the window,
+not T squared. The first tokens, or sinks (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453), are part of the spans, or
+further calls for each document that is longer than the window.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
@@ -17,15 +18,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.kernels.common.merge import merge, nothing_seen
+from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.common.geometry import KeySpans
+from moba_train.attention.kernels.common.merge import merge_into, nothing_seen
 from moba_train.attention.kernels.common.reference import (
     Mask,
     accumulation_dtype,
     masked_attend,
     masked_attend_backward,
 )
+from moba_train.attention.kernels.table import call_problem, triton_problem
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
-from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, TokenBytes
+from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.config.base import Length, Section
@@ -37,6 +41,13 @@ _LEAST_TILE = 128
 
 _ROWS_AT_ONCE = 2**18
 """Query rows (tokens x heads): 64 MiB of queries in bfloat16, for heads of 128."""
+
+_BLOCK = 128
+"""Tokens of a block, of which none is selected, where the kernels of block attention take windows."""
+
+_QUERIES_OF_SINKS = 2048
+"""Queries that share a copy of the sinks at most. A backward kernel has one program for each head and tile of keys,
+so that with one copy 4 of 132 processors would work at 128K tokens."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,11 @@ class Band:
     def fits_kernels(self) -> bool:
         """True if the mask is one of the kernels': none, or a causal one that ends at the last query and key."""
         return self.complete or (not self.sinks and self.queries.stop == self.keys.stop)
+
+    @property
+    def copies(self) -> int:
+        """Copies of the keys that a kernel is given, each for the next `_QUERIES_OF_SINKS` queries."""
+        return -(-(self.queries.stop - self.queries.start) // _QUERIES_OF_SINKS) if self.complete else 1
 
 
 def heads_at_once(q_THD: Tensor, k_SKD: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -124,7 +140,8 @@ class WindowAttention(LocalAttention):
     def __init__(
         self, window: int, head_dim: int, backend: str = "auto", sinks: int = 0, cap: float | None = None
     ) -> None:
-        """`backend`: auto, or reference for plain PyTorch on any device, which alone has a `cap` of the scores."""
+        """`backend`: auto, triton, or reference for plain PyTorch on any device, which alone has a `cap` of the
+        scores."""
         self.window = window
         self.sinks = sinks
         # Published models with windows are other models without them, also where they generate.
@@ -133,18 +150,21 @@ class WindowAttention(LocalAttention):
         self.scale = head_dim**-0.5
         self.backend = backend
         self.cap = cap
+        self.blocks = BlockAttention(_BLOCK, self.scale, "triton", "attention.window.backend")
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D], lse [H, T]) over the given keys in each query's window."""
+        if self.takes_spans(q_THD, layout):
+            return self.blocks.attend(q_THD, k_SKD, v_SKD, layout, *self._selection_and_spans(q_THD, k_SKD, layout))
         calls = self._calls(q_THD, layout)
         parts = (self._attend(q_THD[band.rows], k_SKD, v_SKD, layout, band, kernel) for band, kernel in calls)
-        if len(calls) == 1 and calls[0][0].rows == slice(0, q_THD.shape[0]):
-            return next(parts)
-        out_THD, lse_HT = nothing_seen(q_THD)
-        for (band, _), part in zip(calls, parts, strict=True):
-            out_THD[band.rows], lse_HT[:, band.rows] = merge(out_THD[band.rows], lse_HT[:, band.rows], *part)
+        # What the first call gives is joined with nothing only where it lacks some of the queries.
+        first = int(bool(calls) and calls[0][0].rows == slice(0, q_THD.shape[0]))
+        out_THD, lse_HT = next(parts) if first else nothing_seen(q_THD)
+        for (band, _), part in zip(calls[first:], parts, strict=True):
+            merge_into(out_THD[band.rows], lse_HT[:, band.rows], *part)
         return out_THD, lse_HT
 
     def _attend(
@@ -156,19 +176,24 @@ class WindowAttention(LocalAttention):
         band: Band,
         kernel: type[VarlenKernel] | None,
     ) -> tuple[Tensor, Tensor]:
-        k_sKD, v_sKD = k_SKD[band.key_rows], v_SKD[band.key_rows]
+        k_sKD, v_sKD = (_given(x, band, kernel) for x in (k_SKD, v_SKD))
         if kernel is None:
             return masked_attend(q_tHD, k_sKD, v_sKD, self._mask(layout, band), self.scale, prefix=False, cap=self.cap)
         return kernel.forward(q_tHD, k_sKD, v_sKD, self._segments(layout, band), self.scale)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
+        if self.takes_spans(state.q, layout):
+            return self.blocks.attend_backward(state, layout, *self._selection_and_spans(state.q, state.k, layout))
         calls = self._calls(state.q, layout)
-        # Each row has one term where there is one call, and needs no wider dtype for their sum.
-        dtype = state.q.dtype if len(calls) == 1 else accumulation_dtype(state.q.dtype)
-        dq_THD, dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=dtype) for x in (state.q, state.k, state.v))
+        # A sum of two is rounded once in any dtype. With all keys a query has at most two terms, its window's and its
+        # sinks'; a key has one for each call.
+        wide = accumulation_dtype(state.q.dtype)
+        dq_THD = torch.zeros_like(state.q, dtype=wide if len(calls) > 1 and layout.k_ranges is not None else None)
+        dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=wide if len(calls) > 1 else None) for x in (state.k, state.v))
         for band, kernel in calls:
-            part = state.part(rows=band.rows)._replace(k=state.k[band.key_rows], v=state.v[band.key_rows])
+            k_sKD, v_sKD = (_given(x, band, kernel) for x in (state.k, state.v))
+            part = state.part(rows=band.rows)._replace(k=k_sKD, v=v_sKD)
             # Some heads at a time: the kernel's backward pass takes several times the memory of the queries that it is
             # given.
             for heads, kv_heads in heads_at_once(part.q, part.k):
@@ -180,8 +205,10 @@ class WindowAttention(LocalAttention):
                     fixed_order = torch.are_deterministic_algorithms_enabled()
                     grads = kernel.backward(slices, self._segments(layout, band), self.scale, deterministic=fixed_order)
                 dq_THD[band.rows, heads] += grads[0]
-                dk_SKD[band.key_rows, kv_heads] += grads[1]
-                dv_SKD[band.key_rows, kv_heads] += grads[2]
+                for sum_SKD, grad_sKD in ((dk_SKD, grads[1]), (dv_SKD, grads[2])):
+                    if kernel is not None and band.copies > 1:
+                        grad_sKD = grad_sKD.unflatten(0, (band.copies, -1)).sum(0, dtype=wide)
+                    sum_SKD[band.key_rows, kv_heads] += grad_sKD
         return dq_THD.to(state.q.dtype), dk_SKD.to(state.k.dtype), dv_SKD.to(state.v.dtype)
 
     def _calls(self, q_THD: Tensor, layout: Layout) -> list[tuple[Band, type[VarlenKernel] | None]]:
@@ -201,6 +228,22 @@ class WindowAttention(LocalAttention):
         found = layout.cached(("window bands", self.window, self.sinks, tile), make)
         return [(band, kernel if band.fits_kernels else None) for band in found]
 
+    def takes_spans(self, q_THD: Tensor, layout: Layout) -> bool:
+        """True if the Triton kernels are wanted, and take the windows of queries like these."""
+        return self.backend == "triton" and not call_problem(q_THD, layout, _BLOCK, 0)
+
+    def _selection_and_spans(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> tuple[Selection, KeySpans]:
+        """No selected block, and the keys of each query."""
+
+        def make() -> KeySpans:
+            starts_T = layout.cu_seqlens.long()[layout.q_documents]
+            first_T = torch.maximum(layout.q_tokens - (self.window - 1), starts_T)
+            return KeySpans.from_first_tokens(first_T, layout, self.sinks)
+
+        selected_HT0 = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], 0), dtype=torch.int32)
+        selection = self.blocks.selection(selected_HT0, q_THD, layout, k_SKD.shape[1])
+        return selection, layout.cached(("window spans", self.window, self.sinks), make)
+
     def _kernel(self, q_THD: Tensor, layout: Layout) -> type[VarlenKernel] | None:
         """The kernel for queries like these; None: there is none."""
         documents = layout.cu_seqlens.numel() - 1
@@ -216,9 +259,11 @@ class WindowAttention(LocalAttention):
         if band.complete:
             rows = band.queries.stop - band.queries.start
             keys = band.keys.stop - band.keys.start
-            make = partial(layout.cu_seqlens.new_tensor, [[0, rows], [0, keys]])
-            edges = layout.cached(("complete", rows, keys), make)
-            return Segments(edges[0], edges[1], rows, keys, causal=False)
+            most = min(rows, _QUERIES_OF_SINKS)
+            edges = [min(rows, copy * most) for copy in range(band.copies + 1)]
+            make = partial(layout.cu_seqlens.new_tensor, [edges, [copy * keys for copy in range(band.copies + 1)]])
+            cu_q, cu_k = layout.cached(("complete", rows, keys), make)
+            return Segments(cu_q, cu_k, most, keys, causal=False)
         cu_q, cu_k = ((layout.cu_seqlens - start).clamp_(0, stop - start) for start, stop in (band.queries, band.keys))
         max_q, max_k = (min(layout.max_seqlen, stop - start) for start, stop in (band.queries, band.keys))
         return Segments(cu_q, cu_k, max_q, max_k, causal=True, window=self.window)
@@ -239,6 +284,12 @@ class WindowAttention(LocalAttention):
         return mask
 
 
+def _given(x_SKD: Tensor, band: Band, kernel: type[VarlenKernel] | None) -> Tensor:
+    """The band's keys or values, as often as its kernel is given them."""
+    x_sKD = x_SKD[band.key_rows]
+    return x_sKD if kernel is None else x_sKD.expand(band.copies, *x_sKD.shape).flatten(0, 1)
+
+
 class WindowKind(AttentionKind):
     """Sliding-window attention with sinks: what each MoBA layer has to be better than."""
 
@@ -252,8 +303,10 @@ class WindowKind(AttentionKind):
             2048, description="last tokens of its document that a query attends to, its own included"
         )
         sinks: int = Field(0, ge=0, description="first tokens of a document that all of it attends to")
-        backend: Literal["auto", "reference"] = Field(
-            "auto", description="auto: a varlen flash kernel with a window on a GPU; reference: plain PyTorch"
+        backend: Literal["auto", "triton", "reference"] = Field(
+            "auto",
+            description="auto: a varlen flash kernel with a window on a GPU; triton: the kernels of `moba_window`, not "
+            "timed yet; reference: plain PyTorch",
         )
 
     def __init__(self, options: Section, head_dim: int) -> None:
@@ -262,6 +315,13 @@ class WindowKind(AttentionKind):
         self.window = options.window
         self.sinks = options.sinks
         self.attentions = (WindowAttention(options.window, head_dim, options.backend, options.sinks),)
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """A backend that cannot run."""
+        reason = triton_problem(context.device, context.model.head_width, _BLOCK, 0)
+        if isinstance(options, WindowKind.Options) and options.backend == "triton" and reason:  # `capped` has none
+            yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 
     def costs(self, model: ModelConfig) -> "WindowCosts":
         """Costs of attention to a window and sinks."""
@@ -285,5 +345,5 @@ class WindowCosts(KindCosts):
         return inside**2 / 2 + outside * (self.kind.window - 0.5) + sinks
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        """Gradients are summed over calls in float32."""
+        """Results are joined by way of float32, and so are gradients of keys summed over calls."""
         return TokenBytes(workspace=4 * (self.model.heads + 2 * self.model.kv_heads) * self.model.head_width)

@@ -78,9 +78,16 @@ def test_gaps_of_200_neither_overflow_nor_lose_the_larger_side(gap: float, level
 
 def test_weights_are_float32_and_the_result_is_rounded_once_to_the_outputs_dtype(device: torch.device) -> None:
     a = torch.full((1, 1, 1), 1.0, dtype=torch.bfloat16, device=device)
-    b = torch.full((1, 1, 1), 2.0, dtype=torch.bfloat16, device=device)
-    lse_a, lse_b = (torch.tensor([[x]], device=device).log() for x in (0.3, 0.7))
-    out, lse = merge(a, lse_a, b, lse_b)
-    assert out.dtype == torch.bfloat16
-    assert out.item() == torch.tensor(1.7).to(torch.bfloat16).item()
-    assert lse.item() == pytest.approx(0.0, abs=1e-6)
+    b = torch.full((1, 1, 1), 3.0, dtype=torch.bfloat16, device=device)
+    lse_a, lse_b = (torch.tensor([[x]], device=device).log() for x in (0.6, 0.4))
+    for out, lse in (merge(a, lse_a, b, lse_b), in_place(a, lse_a, b, lse_b)):
+        assert out.dtype == torch.bfloat16
+        assert out.item() == torch.tensor(1.8).to(torch.bfloat16).item()
+        assert lse.item() == pytest.approx(0.0, abs=1e-6)
+
+
+def in_place(out: torch.Tensor, lse: torch.Tensor, partial: torch.Tensor, partial_lse: torch.Tensor) -> Pair:
+    """`merge` by `merge_into`."""
+    merged = out.clone(), lse.clone()
+    merge_into(*merged, partial, partial_lse)
+    return merged

@@ -83,6 +83,8 @@ INTEGERS = (
         "cursors",
         "cu_seqlens",
         "first_of",
+        "sink_first",
+        "sink_end",
     ),
     *(
         "position_of",
@@ -407,7 +409,8 @@ def test_kernels_of_spans_fit_and_use_the_matrix_units(head_dim: int, tmp_path: 
         (spans.dq_spans, shapes.dq),
         (spans.dkdv_spans, shapes.dkdv),
     ):
-        fits(kernel, sizes(shape, head_dim), shape, "bf16", 0, tmp_path)
+        for sinks in [{"SINKS": False}, {"SINKS": True}] if kernel is not spans.dkdv_spans else [{}]:
+            fits(kernel, sizes(shape, head_dim, **sinks), shape, "bf16", 0, tmp_path)
 
 
 def test_lists_whose_last_part_would_end_beyond_int32_are_refused() -> None:

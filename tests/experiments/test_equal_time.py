@@ -90,9 +90,9 @@ def test_the_claims_are_judged_from_their_arms() -> None:
 
 def test_curves_are_over_the_seconds_of_each_stage() -> None:
     ((seconds, _),) = learning_curve(finished("moba", 0, 1.4), "seconds")
-    assert seconds == pytest.approx(SECONDS, rel=0.01)
+    assert seconds == pytest.approx(SECONDS, rel=0.02)
     ((seconds, _),) = learning_curve(finished("window", 0, 1.4), "seconds")
-    assert seconds < SECONDS * (0.12 + 0.88 * NOMINAL_RATES["moba-64k"] / NOMINAL_RATES["window-64k"] + 0.01)
+    assert seconds < SECONDS * (0.12 + 0.88 * NOMINAL_RATES["moba-64k"] / NOMINAL_RATES["window-64k"] + 0.02)
 
 
 def test_it_runs_with_rates_of_this_device_and_with_weights_alone(
@@ -107,9 +107,19 @@ def test_it_runs_with_rates_of_this_device_and_with_weights_alone(
     (tmp_path / "other.idx").touch()
     arms = [{"name": name, "tokens_per_s": 100, "device": "another GPU"} for name in NOMINAL_RATES]
     (tmp_path / "rates.json").write_text(json.dumps({"results": {"arms": arms}}))
-    with pytest.raises(UserError, match=r"rates\.json: no rates of full-8k, .* on .*; measure them first: python -m"):
+    with pytest.raises(UserError, match=r"rates\.json: no rates on .*, or some of another device; measure them first"):
         EqualTime().prepare(known, tmp_path, quick=False)
-    assert EqualTime().settings(quick=False)["rates"]["full-8k"] == 100
+
+
+def test_an_arm_waits_for_the_rates_of_its_stages_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equal_time, "_RATES", tmp_path / "rates.json")
+    measured = [{"name": name, "tokens_per_s": 1e5} for name in ("full-64k", "moba-64k")]
+    (tmp_path / "rates.json").write_text(json.dumps({"results": {"arms": measured}}))
+    arms = EqualTime().arms(0, quick=False)
+    waiting = {arm.name: problem for arm in arms if (problem := EqualTime().refusal(arm, [], quick=False))}
+    assert waiting.keys() == {"short-64k", "full-32k", "moba-32k", "full-128k", "moba-128k"}
+    assert waiting["moba-32k"] == "equal-time-rates has no rates of full-32k, moba-32k"
+    assert {arm.name: arm for arm in arms}["full-64k"].recipe["stages"][0]["tokens"] == pytest.approx(SECONDS * 1e5, rel=0.01)
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -128,14 +128,16 @@ class MaskedKernel:
 
     @staticmethod
     def mask(segments: Segments, queries: int, keys: int) -> Callable[[slice, slice], torch.Tensor]:
-        if segments.window is None:
-            return lambda rows, columns: torch.ones(1, queries, keys, dtype=torch.bool)[:, rows, columns]
         row, key = torch.arange(queries), torch.arange(keys)
         q_segment = torch.searchsorted(segments.cu_q[1:].long(), row, right=True)
         k_segment = torch.searchsorted(segments.cu_k[1:].long(), key, right=True)
-        last = segments.cu_k[1:][q_segment] - segments.cu_q[1:][q_segment] + row
-        back = last[:, None] - key[None]
-        seen = (q_segment[:, None] == k_segment[None]) & (back >= 0) & (back < segments.window)
+        seen = q_segment[:, None] == k_segment[None]
+        # One segment of all queries would be one program of a backward kernel.
+        assert segments.window is not None or segments.max_q <= window._QUERIES_OF_SINKS
+        if segments.window is not None:
+            last = segments.cu_k[1:][q_segment] - segments.cu_q[1:][q_segment] + row
+            back = last[:, None] - key[None]
+            seen = seen & (back >= 0) & (back < segments.window)
         return lambda rows, columns: seen[None, rows, columns]
 
     @classmethod
@@ -159,6 +161,7 @@ def test_kernels_are_given_the_documents_and_keys_of_every_band(
     width: int, sinks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(window, "TorchFlash", MaskedKernel)
+    monkeypatch.setattr(window, "_QUERIES_OF_SINKS", 6)
     q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
     layout = packed_layout([33, 0, 1, 26])
     attention = WindowAttention(width, 8, sinks=sinks)
@@ -202,14 +205,16 @@ def test_a_window_of_everything_is_full_attention() -> None:
 @pytest.mark.parametrize("sinks", [0, 64])
 @pytest.mark.parametrize("width", [1, 64, 300, 5000])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_kernel_equals_a_mask(width: int, head_dim: int, sinks: int) -> None:
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_the_kernel_equals_a_mask(width: int, head_dim: int, backend: str, sinks: int) -> None:
     """bfloat16, whole sequences and the ranges of a zigzag shard."""
     q, k, v = (x.detach() for x in make_qkv(2000, 4, 2, head_dim, "cuda", torch.bfloat16))
     layout = packed_layout([1300, 0, 1, 699], "cuda")
-    attention = WindowAttention(width, head_dim, sinks=sinks)
+    attention = WindowAttention(width, head_dim, backend, sinks)
     assert attention._kernel(q, layout) is not None
+    assert attention.takes_spans(q, layout) == (backend == "triton")
     want = masked(q.double(), k.double(), v.double(), layout, width, sinks)
-    for got, exact in zip(results(q, k, v, layout, width, sinks=sinks), want, strict=True):
+    for got, exact in zip(results(q, k, v, layout, width, backend=backend, sinks=sinks), want, strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=0.02, atol=0.03)
     part = layout.part((TokenRange(100, 400), TokenRange(1200, 1500)), None)
     rows = part.q_tokens

@@ -101,7 +101,7 @@ def query_blocks(layout: Layout, block_size: int) -> QueryBlocks:
 
 @dataclass(frozen=True)
 class KeySpans:
-    """The keys that each query sees, neighbours among the given keys. int32; all four ascend."""
+    """The keys that each query sees: neighbours among the given keys, perhaps also the first of its document; int32."""
 
     first_T: Tensor
     """Row of each query's first key."""
@@ -111,3 +111,32 @@ class KeySpans:
     """The first query that sees each key."""
     end_row_S: Tensor
     """One past the last."""
+    sink_first_T: Tensor | None = None
+    """Row of the first key before the span that each query sees, the number of keys if there is none."""
+    sink_end_T: Tensor | None = None
+    """One past the last of these; 0 if there is none."""
+
+    @classmethod
+    def from_first_tokens(cls, first_tokens_T: Tensor, layout: Layout, sinks: int = 0) -> "KeySpans":
+        """The given keys from each query's first token (int64, ascending) to the query's own, and before these the
+        first `sinks` of its document."""
+        # Spans are rows of the given keys: in a shard some of a span's tokens are elsewhere.
+        first_T = torch.searchsorted(layout.k_tokens, first_tokens_T)
+        end_T = torch.searchsorted(layout.k_tokens, layout.q_tokens, right=True)
+        rows_S = torch.arange(len(layout.k_tokens), device=first_T.device)
+        first_row_S = torch.searchsorted(end_T, rows_S, right=True)
+        end_row_S = torch.searchsorted(first_T, rows_S, right=True)
+        if not sinks:
+            return cls(first_T.int(), end_T.int(), first_row_S.int(), end_row_S.int())
+        starts_T = layout.cu_seqlens.long()[layout.q_documents]
+        sink_first_T = torch.searchsorted(layout.k_tokens, starts_T)
+        sink_end_T = torch.searchsorted(layout.k_tokens, torch.minimum(starts_T + sinks, first_tokens_T))
+        some_T = sink_first_T < sink_end_T
+        sink_first_T = sink_first_T.where(some_T, len(layout.k_tokens))
+        sink_end_T = sink_end_T.where(some_T, 0)
+        # All later queries of its document see a sink.
+        last_row_S = torch.searchsorted(layout.q_tokens, layout.cu_seqlens.long()[layout.k_documents + 1])
+        is_sink_S = layout.positions(layout.k_tokens, layout.k_documents) < sinks
+        end_row_S = last_row_S.where(is_sink_S, end_row_S)
+        both = first_T, end_T, first_row_S, end_row_S, sink_first_T, sink_end_T
+        return cls(*(x.int() for x in both))

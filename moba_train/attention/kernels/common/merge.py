@@ -19,10 +19,13 @@ def merge(out_a_THD: Tensor, lse_a_HT: Tensor, out_b_THD: Tensor, lse_b_HT: Tens
 
 
 def merge_into(out_THD: Tensor, lse_HT: Tensor, partial_THD: Tensor, partial_lse_HT: Tensor) -> None:
-    """`merge` in place, into `out` and `lse` (float32 or float64)."""
+    """`merge` in place, into `out` and `lse`."""
     merged_HT, weight_TH1, partial_weight_TH1 = _weights(lse_HT, partial_lse_HT)
     # In place: around a ring a temporary of the size of `out` would be written and read again for every chunk.
-    out_THD.mul_(weight_TH1).addcmul_(partial_THD, partial_weight_TH1)
+    if out_THD.dtype == lse_HT.dtype:
+        out_THD.mul_(weight_TH1).addcmul_(partial_THD, partial_weight_TH1)
+    else:  # one temporary, so that a narrow `out` is rounded once
+        torch.addcmul(partial_THD * partial_weight_TH1, out_THD, weight_TH1, out=out_THD)
     lse_HT.copy_(merged_HT)
 
 

@@ -6,6 +6,7 @@ with two numbers for each row.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -46,10 +47,23 @@ def _rows_and_spans(first, end, tokens, keys, G: tl.constexpr, M: tl.constexpr):
     return at_M, head, ok, first_M, end_M, tl.min(first_M), tl.max(end_M)
 
 
+@triton.jit
+def _sinks(sink_first, sink_end, at_M, ok, keys, N: tl.constexpr, SINKS: tl.constexpr):
+    """(each row's first sink, one past its last [M], the tile's first, tiles of them)."""
+    if SINKS:
+        first_M = tl.load(sink_first + at_M, mask=ok, other=keys)
+        end_M = tl.load(sink_end + at_M, mask=ok, other=0)
+        low = tl.min(first_M)
+        tiles = tl.maximum(tl.cdiv(tl.max(end_M) - low, N), 0)
+    else:
+        first_M, end_M, low, tiles = at_M, at_M, 0, 0
+    return first_M, end_M, low, tiles
+
+
 @triton.jit(do_not_specialize=["tokens", "keys"])
 def forward_spans(
-    q, k_desc, v_desc, out, lse, first, end, tokens, keys, stride_t, scale_log2,
-    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    q, k_desc, v_desc, out, lse, first, end, sink_first, sink_end, tokens, keys, stride_t, scale_log2,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows: out [T, H, D] and lse [H, T]; (0, -inf) for rows without keys."""
     at_M, head, ok, first_M, end_M, low, high = _rows_and_spans(first, end, tokens, keys, G, M)
@@ -59,12 +73,20 @@ def forward_spans(
     top_M = tl.full([M], LOWEST, tl.float32)
     sum_M = tl.zeros([M], tl.float32)
     out_MD = tl.zeros([M, D], tl.float32)
-    for at in tl.range(low, high, N):
+    # Tiles of keys in between, nearly all of a long span's, need no mask.
+    inner_low, inner_high = tl.max(first_M), tl.min(end_M)
+    sink_M, sink_end_M, sink_low, sink_tiles = _sinks(sink_first, sink_end, at_M, ok, keys, N, SINKS)
+    for i in tl.range(0, sink_tiles + tl.maximum(tl.cdiv(high - low, N), 0)):
+        in_span = i >= sink_tiles
+        at = tl.where(in_span, low - sink_tiles * N, sink_low) + i * N
         k_ND = k_desc.load([at, tl.program_id(1) * D])
         v_ND = v_desc.load([at, tl.program_id(1) * D])
-        key = at + tl.arange(0, N)
-        seen = (key[None, :] >= first_M[:, None]) & (key[None, :] < end_M[:, None])
-        s = tl.where(seen, tl.dot(q_MD, k_ND.T), float("-inf"))
+        s = tl.dot(q_MD, k_ND.T)
+        if (at < inner_low) | (at + N > inner_high) | (i < sink_tiles):
+            key = at + tl.arange(0, N)
+            from_M, to_M = tl.where(in_span, first_M, sink_M), tl.where(in_span, end_M, sink_end_M)
+            seen = (key[None, :] >= from_M[:, None]) & (key[None, :] < to_M[:, None])
+            s = tl.where(seen, s, float("-inf"))
         new_M = tl.maximum(top_M, tl.max(s, 1) * scale_log2)
         p = tl.math.exp2(s * scale_log2 - new_M[:, None])
         shrink_M = tl.math.exp2(top_M - new_M)
@@ -80,21 +102,28 @@ def forward_spans(
 
 @triton.jit(do_not_specialize=["tokens", "keys"])
 def dq_spans(
-    q, dout, stats, k_desc, v_desc, dq, first, end, tokens, keys, stride_t, scale,
-    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    q, dout, stats, k_desc, v_desc, dq, first, end, sink_first, sink_end, tokens, keys, stride_t, scale,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows: dq [T, H, D]."""
     at_M, head, ok, first_M, end_M, low, high = _rows_and_spans(first, end, tokens, keys, G, M)
     heads = tl.num_programs(1) * G
     q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, at_M, head, heads, ok, stride_t, D)
     dq_MD = tl.zeros([M, D], tl.float32)
-    for at in tl.range(low, high, N):
+    inner_low, inner_high = tl.max(first_M), tl.min(end_M)
+    sink_M, sink_end_M, sink_low, sink_tiles = _sinks(sink_first, sink_end, at_M, ok, keys, N, SINKS)
+    for i in tl.range(0, sink_tiles + tl.maximum(tl.cdiv(high - low, N), 0)):
+        in_span = i >= sink_tiles
+        at = tl.where(in_span, low - sink_tiles * N, sink_low) + i * N
         k_ND = k_desc.load([at, tl.program_id(1) * D])
         v_ND = v_desc.load([at, tl.program_id(1) * D])
-        key = at + tl.arange(0, N)
-        seen = (key[None, :] >= first_M[:, None]) & (key[None, :] < end_M[:, None])
         p = tl.math.exp2(tl.dot(q_MD, k_ND.T) * (scale * LOG2_E) - lse_M[:, None])
-        ds = tl.where(seen, p, 0.0) * (tl.dot(dout_MD, v_ND.T) - delta_M[:, None])
+        if (at < inner_low) | (at + N > inner_high) | (i < sink_tiles):
+            key = at + tl.arange(0, N)
+            from_M, to_M = tl.where(in_span, first_M, sink_M), tl.where(in_span, end_M, sink_end_M)
+            seen = (key[None, :] >= from_M[:, None]) & (key[None, :] < to_M[:, None])
+            p = tl.where(seen, p, 0.0)
+        ds = p * (tl.dot(dout_MD, v_ND.T) - delta_M[:, None])
         dq_MD = tl.dot(ds.to(q_MD.dtype), k_ND, dq_MD)
     offset = (at_M.to(tl.int64) * heads + head) * D
     tl.store(dq + offset[:, None] + tl.arange(0, D)[None, :], (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
@@ -117,6 +146,7 @@ def dkdv_spans(
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_ND = tl.zeros([N, D], tl.float32)
     low = tl.min(first_N)
+    inner_low, inner_high = tl.max(first_N), tl.min(end_N)
     tiles = tl.maximum(tl.cdiv(tl.max(end_N) - low, M), 0)
     divisor = tl.maximum(tiles, 1)  # dividing by zero is undefined (`dkdv_diagonal`)
     for i in tl.range(0, tiles * G):
@@ -125,9 +155,10 @@ def dkdv_spans(
         dout_MD = dout_desc.load([at, head * D])
         at_M = at + tl.arange(0, M)
         lse_M, delta_M = load_stats(stats, at_M, head, heads, at_M < tokens)
-        seen = (first_N[:, None] <= at_M[None, :]) & (at_M[None, :] < end_N[:, None])
         p = tl.math.exp2(tl.dot(k_ND, q_MD.T) * (scale * LOG2_E) - lse_M[None, :])
-        p = tl.where(seen, p, 0.0)
+        if (at < inner_low) | (at + M > inner_high):
+            seen = (first_N[:, None] <= at_M[None, :]) & (at_M[None, :] < end_N[:, None])
+            p = tl.where(seen, p, 0.0)
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
         ds = p * (tl.dot(v_ND, dout_MD.T) - delta_M[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
@@ -159,8 +190,7 @@ class SpanCall:
             **call.descriptors(shape.keys),
             out=out_THD,
             lse=lse_HT,
-            first=self.spans.first_T,
-            end=self.spans.end_T,
+            **self._row_spans(),
             tokens=call.tokens,
             keys=call.k_SKD.shape[0],
             stride_t=call.q_THD.stride(0),
@@ -179,8 +209,7 @@ class SpanCall:
             stats=stats_TH2,
             **call.descriptors(shape.keys),
             dq=dq_THD,
-            first=self.spans.first_T,
-            end=self.spans.end_T,
+            **self._row_spans(),
             tokens=call.tokens,
             keys=call.k_SKD.shape[0],
             stride_t=call.q_THD.stride(0),
@@ -213,6 +242,13 @@ class SpanCall:
                 **call.sizes(shape),
             )
         return sum_dk, sum_dv
+
+    def _row_spans(self) -> dict[str, Any]:
+        spans = self.spans
+        sinks = spans.sink_first_T is not None
+        some = (spans.sink_first_T, spans.sink_end_T) if sinks else (spans.first_T, spans.end_T)
+        named = dict(zip(("first", "end", "sink_first", "sink_end"), (spans.first_T, spans.end_T, *some), strict=True))
+        return {**named, "SINKS": sinks}
 
     def _row_tiles(self, shape: TileShape) -> tuple[int, int]:
         return ceil_div(self.call.tokens * self.call.group, shape.rows), self.call.kv_heads
