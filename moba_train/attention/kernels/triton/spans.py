@@ -242,11 +242,13 @@ class SpanCall:
                 **call.sizes(shape),
             )
         if copies is not None:
-            some = replace(call, k_SKD=call.k_SKD[copies.rows_s], v_SKD=call.v_SKD[copies.rows_s])
-            rows = {"first_row_S": copies.first_row_s, "end_row_S": copies.end_row_s}
-            parts = SpanCall(some, replace(self.spans, **rows, copies=None)).dkdv(dout_THD, stats_TH2, heads)
-            copies.add(parts[0], sum_dk)
-            copies.add(parts[1], sum_dv)
+            rows, first, end = (x.flatten() for x in copies[:3])
+            some = replace(call, k_SKD=call.k_SKD[rows], v_SKD=call.v_SKD[rows])
+            spans = replace(self.spans, first_row_S=first, end_row_S=end, copies=None)
+            for sums, part in zip(
+                (sum_dk, sum_dv), SpanCall(some, spans).dkdv(dout_THD, stats_TH2, heads), strict=True
+            ):
+                copies.add(part, sums)
         return sum_dk, sum_dv
 
     def _row_spans(self) -> dict[str, Any]:
