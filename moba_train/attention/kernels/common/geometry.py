@@ -140,7 +140,7 @@ class SinkCopies(NamedTuple):
 
     def add(self, part_sKD: Tensor, sum_SKD: Tensor) -> None:
         """Add what copies gave to that of all keys, always in the same order."""
-        part_CPKD = part_sKD.unflatten(0, (-1, self.rows_dP.shape[1]))
+        part_CPKD = part_sKD.unflatten(0, self.rows_CP.shape)
         sum_dPKD = torch.segment_reduce(part_CPKD, "sum", lengths=self.chunks_d, unsafe=True)
         sum_dPKD.masked_fill_((self.rows_dP < 0)[..., None, None], 0)
         # Several add to a row only where all but one of them are zeros.

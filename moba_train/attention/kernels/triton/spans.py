@@ -245,10 +245,9 @@ class SpanCall:
             rows, first, end = (x.flatten() for x in copies[:3])
             some = replace(call, k_SKD=call.k_SKD[rows], v_SKD=call.v_SKD[rows])
             spans = replace(self.spans, first_row_S=first, end_row_S=end, copies=None)
-            for sums, part in zip(
-                (sum_dk, sum_dv), SpanCall(some, spans).dkdv(dout_THD, stats_TH2, heads), strict=True
-            ):
-                copies.add(part, sums)
+            part_dk, part_dv = SpanCall(some, spans).dkdv(dout_THD, stats_TH2, heads)
+            copies.add(part_dk, sum_dk)
+            copies.add(part_dv, sum_dv)
         return sum_dk, sum_dv
 
     def _row_spans(self) -> dict[str, Any]:
