@@ -238,7 +238,7 @@ class WindowAttention(LocalAttention):
         def make() -> KeySpans:
             starts_T = layout.cu_seqlens.long()[layout.q_documents]
             first_T = torch.maximum(layout.q_tokens - (self.window - 1), starts_T)
-            return KeySpans.from_first_tokens(first_T, layout, self.sinks)
+            return KeySpans.from_first_tokens(first_T, layout, self.sinks, self.window)
 
         selected_HT0 = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], 0), dtype=torch.int32)
         selection = self.blocks.selection(selected_HT0, q_THD, layout, k_SKD.shape[1])
