@@ -5,7 +5,7 @@ rows and walks all keys that any of them sees, or a tile of keys and walks their
 with two numbers for each row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -218,8 +218,8 @@ class SpanCall:
         )
 
     def dkdv(self, dout_THD: Tensor, stats_TH2: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """float32 dk and dv [S, heads, D] of the spans alone."""
-        call, shape = self.call, self.shapes.dkdv
+        """float32 dk and dv [S, heads, D] of the spans, and of the sinks before them."""
+        call, shape, copies = self.call, self.shapes.dkdv, self.spans.copies
         keys, count = call.k_SKD.shape[0], heads.stop - heads.start
         sum_dk, sum_dv = (stats_TH2.new_empty(keys, count, call.head_dim) for _ in range(2))
         if keys:
@@ -241,6 +241,12 @@ class SpanCall:
                 scale=call.scale,
                 **call.sizes(shape),
             )
+        if copies is not None:
+            some = replace(call, k_SKD=call.k_SKD[copies.rows_s], v_SKD=call.v_SKD[copies.rows_s])
+            rows = {"first_row_S": copies.first_row_s, "end_row_S": copies.end_row_s}
+            parts = SpanCall(some, replace(self.spans, **rows, copies=None)).dkdv(dout_THD, stats_TH2, heads)
+            copies.add(parts[0], sum_dk)
+            copies.add(parts[1], sum_dv)
         return sum_dk, sum_dv
 
     def _row_spans(self) -> dict[str, Any]:
