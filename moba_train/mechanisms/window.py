@@ -27,9 +27,9 @@ from moba_train.attention.kernels.common.reference import (
     masked_attend,
     masked_attend_backward,
 )
-from moba_train.attention.kernels.table import call_problem, triton_problem
+from moba_train.attention.kernels.table import call_problem
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
-from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, TokenBytes
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.config.base import Length, Section
@@ -140,8 +140,8 @@ class WindowAttention(LocalAttention):
     def __init__(
         self, window: int, head_dim: int, backend: str = "auto", sinks: int = 0, cap: float | None = None
     ) -> None:
-        """`backend`: auto, triton, or reference for plain PyTorch on any device, which alone has a `cap` of the
-        scores."""
+        """`backend`: reference for plain PyTorch on any device, which alone has a `cap` of the scores; any other: the
+        fastest that can run."""
         self.window = window
         self.sinks = sinks
         # Published models with windows are other models without them, also where they generate.
@@ -229,8 +229,8 @@ class WindowAttention(LocalAttention):
         return [(band, kernel if band.fits_kernels else None) for band in found]
 
     def takes_spans(self, q_THD: Tensor, layout: Layout) -> bool:
-        """True if the Triton kernels are wanted, and take the windows of queries like these."""
-        return self.backend == "triton" and not call_problem(q_THD, layout, _BLOCK, 0)
+        """True if the Triton kernels take the windows of queries like these."""
+        return self.backend != "reference" and not call_problem(q_THD, layout, _BLOCK, 0)
 
     def _selection_and_spans(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> tuple[Selection, KeySpans]:
         """No selected block, and the keys of each query."""
@@ -303,10 +303,10 @@ class WindowKind(AttentionKind):
             2048, description="last tokens of its document that a query attends to, its own included"
         )
         sinks: int = Field(0, ge=0, description="first tokens of a document that all of it attends to")
-        backend: Literal["auto", "triton", "reference"] = Field(
+        backend: Literal["auto", "reference"] = Field(
             "auto",
-            description="auto: a varlen flash kernel with a window on a GPU; triton: the kernels of `moba_window`, not "
-            "timed yet; reference: plain PyTorch",
+            description="auto: the Triton kernels of `moba_window` on a GPU, or a varlen flash kernel where they cannot "
+            "run; reference: plain PyTorch",
         )
 
     def __init__(self, options: Section, head_dim: int) -> None:
@@ -315,13 +315,6 @@ class WindowKind(AttentionKind):
         self.window = options.window
         self.sinks = options.sinks
         self.attentions = (WindowAttention(options.window, head_dim, options.backend, options.sinks),)
-
-    @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
-        """A backend that cannot run."""
-        reason = triton_problem(context.device, context.model.head_width, _BLOCK, 0)
-        if isinstance(options, WindowKind.Options) and options.backend == "triton" and reason:  # `capped` has none
-            yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 
     def costs(self, model: ModelConfig) -> "WindowCosts":
         """Costs of attention to a window and sinks."""

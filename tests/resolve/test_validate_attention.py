@@ -53,10 +53,6 @@ from tests.small_recipe import Load
             ["attention.moba={backend: triton, topk: 129, block_size: 64}", "model.head_dim=64"],
             "stages[1].attention.moba.backend: given 'triton' in layers 0, 2, which cannot run: 128 history blocks",
         ),
-        (
-            ["attention.default=window", "attention.window={backend: triton}", "stages.1.attention={default: window}"],
-            "stages[1].attention.window.backend: given 'triton' in layers 0-3, which cannot run: head dim 32, 64",
-        ),
     ],
 )
 def test_an_attention_that_cannot_work_is_refused_with_its_key(load: Load, overrides: list[str], problem: str) -> None:
