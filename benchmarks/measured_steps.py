@@ -87,7 +87,7 @@ LOGITS_ONCE = {
 """Files of that day whose loss computed its logits once, as it does since."""
 FIRST_DAY_OF_FEWER_COPIES = "2026-11-29"
 """Since then, what no other rank has a part of is copied less; what it took before is left out of older times."""
-WHOLE_FILES = ("training-8b-*.json", "training-experts-lone-rank-h200.json", "training-experts-router-h200.json")
+WHOLE_FILES = ("training-8b-*.json", "training-experts-*-h200.json")
 """Results of `benchmarks.training` of which all rows are compared."""
 WAITED = f"Ulysses, before `auto` took all-gather, and ranks waited for each other; measured again (`{LENGTHS}`)"
 SLOW_FLOAT8 = "before FP8's weights were cast in one pass, and norms' gradients apart from transposed casts"

@@ -29,7 +29,7 @@ class SpanShapes:
 
 
 def span_shapes(head_dim: int) -> SpanShapes:
-    """The fastest of 160 for a window of 2,048 at 32K tokens, on an H200."""
+    """The fastest on an H200 for a window of 2,048 (benchmarks/LOG.md, "Windows")."""
     if head_dim == 64:
         return SpanShapes(TileShape(64, 64, 4, 2), TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3))
     return SpanShapes(TileShape(64, 64, 4, 3), TileShape(128, 64, 8, 4), TileShape(64, 128, 8, 3))
