@@ -163,7 +163,7 @@ def lm_eval(
     """Run tasks of the package lm-eval on one device, with own or full attention on the same weights.
 
     Results go to RUN/evaluations/."""
-    from moba_train.tools.evaluated_recipe import open_for_lm_eval
+    from moba_train.tools.evaluated_recipe import open_to_generate
     from moba_train.tools.lm_eval.options import LmEvalOptions, check_installed
 
     check_installed()
@@ -189,7 +189,7 @@ def lm_eval(
         overrides=tuple(overrides or ()),
         output=output,
     )
-    saved, roots = open_for_lm_eval(checkpoint, options)
+    saved, roots = open_to_generate(checkpoint, tokenizer, options.overrides, seq_len)
     evaluate_with_lm_eval(saved, roots, options, typer.echo)
 
 

@@ -166,12 +166,11 @@ def native(run: Path, seq_len: int, folder: Path, attention: str = "full", **opt
     from moba_train.evals.evaluation import variants
     from moba_train.model.build import build_attention
     from moba_train.tools.evaluate import load_on_this_machine
-    from moba_train.tools.evaluated_recipe import open_for_lm_eval
+    from moba_train.tools.evaluated_recipe import open_to_generate
     from moba_train.tools.lm_eval.language_model import NativeLM
-    from moba_train.tools.lm_eval.options import LmEvalOptions
     from moba_train.tools.lm_eval.run import open_hf_tokenizer
 
-    saved, roots = open_for_lm_eval(run, LmEvalOptions(tasks=()))
+    saved, roots = open_to_generate(run, None, ())
     model = load_on_this_machine(saved)
     if attention == "full":
         full = variants(saved.stage.attention, saved.stage.attention, "full")["full"]
