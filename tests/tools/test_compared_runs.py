@@ -96,16 +96,13 @@ def test_damaged_lines_are_named(tmp_path: Path) -> None:
     sound.write_text("\n".join(lines) + "\n")
     torn.write_text("\n".join([*lines, '{"type": "metrics", "st']))
     assert compare(sound, torn) == (0, "9 of 9 steps are equal\n")
-    for count, told in (
-        (1, "1 line is damaged and left out: line 3"),
-        (6, "6 lines .* left out: lines 3, 4, 5, 6, 7, ..."),
-    ):
+    for count, told in ((1, "3"), (6, "3-8")):
         damaged.write_text(
             "\n".join([*lines[:2], *[line[:-3] for line in lines[2 : 2 + count]], "", *lines[2 + count :], ""])
         )
         code, output = compare(sound, damaged)
         assert code == 1
-        assert re.search(rf"note: {damaged}: {told}\n", output)
+        assert re.search(rf"note: {damaged}: damaged lines, which are left out: {told}\n", output)
         assert "first difference: step 3: only in" in output
 
 

@@ -206,7 +206,7 @@ def test_damage_is_a_notice(recorded: Path) -> None:
     (recorded / "evaluations" / "step_00000001-64.json").write_text('{"tasks": ["needle"]')
     (recorded / "evaluations" / "step_00000002-64.json").write_text('["needle"]')
     report = write_report([recorded])
-    assert report.notices[0] == "5 lines of metrics.jsonl are damaged and left out: 41-45"
+    assert report.notices[0] == "metrics.jsonl: damaged lines, which are left out: 41-45"
     assert report.notices[1].startswith("config.yaml cannot be read: ")
     assert [notice.split(" cannot")[0] for notice in report.notices[2:]] == [
         "evaluations/step_00000001-64.json",
