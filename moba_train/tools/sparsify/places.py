@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -92,5 +91,6 @@ def places(jobs: int, gpus: int) -> Iterator[list[Place]]:
             devices = ",".join(ids[first : first + gpus])
             pool = ProcessPoolExecutor(1, get_context("spawn"), _begin, (devices,))
             # The process stays: what it has imported and compiled serves its next step too.
-            made.append(partial(stack.enter_context(pool).submit, _logged))
+            stack.enter_context(pool)
+            made.append(lambda *step, pool=pool: pool.submit(_logged, *step))
         yield made
