@@ -103,7 +103,7 @@ def open_to_generate(
     """The model as from `open_for_evaluation`, for a command that reads no corpus but needs the tokenizer; and the
     folders below which the tokenizer's files may lie.
 
-    tokenizer: one that the user names in place of the recipe's; seq_len: instead of the stage's
+    tokenizer: one that the user names instead of the recipe's; seq_len: instead of the stage's
 
     Raises UserError as `open_for_evaluation`, and when there is no tokenizer.
     """
@@ -119,7 +119,7 @@ def open_to_generate(
     if tokenizer is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(tokenizer)})})
     if config.data.tokenizer is None:
-        raise DataError(f"{path}: names no tokenizer; give --tokenizer FILE")
+        raise DataError(f"{path}: names no tokenizer (data.tokenizer); give --tokenizer FILE")
     if config.data.tokenizer != located.config.data.tokenizer:  # the user names it
         roots = [*roots, *folder_roots(tokenizer_file(config.data.tokenizer).parent)]
     elif paths is not None:
