@@ -168,7 +168,6 @@ def lm_eval(
         lengths=_lengths(lengths),
         include_path=include_path,
         apply_chat_template=apply_chat_template,
-        tokenizer=tokenizer,
         overrides=tuple(overrides or ()),
         output=output,
     )
