@@ -33,13 +33,7 @@ from moba_train.data.batch import collate
 from moba_train.data.long_documents import count_samples
 from moba_train.data.samples import Sample
 from moba_train.errors import DataError, ForeignFileError
-from moba_train.evals.evaluation import (
-    EvaluationContext,
-    EvaluationResult,
-    EvaluationSetting,
-    finite,
-    with_full,
-)
+from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting, finite, with_full
 from moba_train.evals.position_wise import LongDocumentEvaluation
 from moba_train.foreign_files import read_foreign_json
 from moba_train.parallel.forward import token_losses

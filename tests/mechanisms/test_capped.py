@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.registry import KINDS
-from tests.attention.kind_checks import (
-    MODEL,
-    Layer,
-    make_layer,
-    results,
-)
+from tests.attention.kind_checks import MODEL, Layer, make_layer, results
 from tests.attention.test_kind_checks import rotated
 
 LENGTHS = [13, 0, 1, 9]

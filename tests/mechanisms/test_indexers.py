@@ -19,15 +19,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.gates import grid
 from moba_train.tools.convert.hf_export import layer_problem
-from tests.attention.kind_checks import (
-    MODEL,
-    Layer,
-    kept_bytes,
-    make_layer,
-    results,
-    run_layer,
-    token_bytes,
-)
+from tests.attention.kind_checks import MODEL, Layer, kept_bytes, make_layer, results, run_layer, token_bytes
 from tests.mechanisms.test_distilled_gates import assert_learns, chosen, document_attention, kl, rotated
 
 LENGTHS = [12, 0, 1, 27]

@@ -18,15 +18,7 @@ from moba_train.mechanisms.linear.decayed import decayed_attention
 from moba_train.mechanisms.linear.fla import has_fla
 from moba_train.mechanisms.linear.lightning import LightningKind, log_decays
 from moba_train.mechanisms.linear.states import segment_edges
-from tests.attention.kind_checks import (
-    MODEL,
-    Layer,
-    flat,
-    make_layer,
-    results,
-    run_layer,
-    token_bytes,
-)
+from tests.attention.kind_checks import MODEL, Layer, flat, make_layer, results, run_layer, token_bytes
 
 LENGTHS = [12, 0, 1, 27]
 OPTIONS = [{}, {"decay": "geometric"}]

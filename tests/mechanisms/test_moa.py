@@ -22,13 +22,7 @@ from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.tools.convert.hf_export import layer_entry, layer_problem
 from moba_train.tools.hf.config import parse_layer
 from moba_train.tools.needle.answers import SelectedBlocks
-from tests.attention.kind_checks import (
-    MODEL,
-    Layer,
-    make_layer,
-    results,
-    run_layer,
-)
+from tests.attention.kind_checks import MODEL, Layer, make_layer, results, run_layer
 
 LENGTHS = [12, 0, 1, 61]
 MIXED: dict[str, Any] = {

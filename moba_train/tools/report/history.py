@@ -18,12 +18,7 @@ import numpy.typing as npt
 
 from moba_train.config.load import parse_yaml
 from moba_train.errors import UserError
-from moba_train.foreign_files import (
-    folder_roots,
-    open_foreign,
-    read_foreign,
-    read_foreign_json,
-)
+from moba_train.foreign_files import folder_roots, open_foreign, read_foreign, read_foreign_json
 from moba_train.telemetry.jsonl import left_out_lines, parse_record
 
 Record = dict[str, Any]
