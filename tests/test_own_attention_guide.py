@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from moba_train import registry
 from moba_train.attention.layout import packed_layout
 from moba_train.config.load import load_config
 from moba_train.train import main
+from tests.commands import run_app
 from tests.data_tools.prose import prose
 from tests.guide import PROGRAMS, ROOT, blocks, commands, run, shown_lines
 from tests.run.trainer_ranks import Ranks
@@ -92,8 +92,7 @@ def test_the_commands_train_it_beside_moba_and_full_attention() -> None:
 
 def test_context_parallelism_is_refused_as_shown_and_works_once_allowed(folder: Path) -> None:
     (plan,) = (words for block in blocks(GUIDE, "bash") for words in commands(block) if "parallel.cp=2" in words)
-    refused = CliRunner().invoke(PROGRAMS[plan[0]], plan[1:])
-    assert refused.exit_code == 2
+    refused = run_app(PROGRAMS[plan[0]], *plan[1:], code=2)
     (shown,) = (text for text in blocks(GUIDE, "text") if "not checked" in text)
     assert shown_lines(shown, refused.output) == []
     site = folder / "two-ranks"

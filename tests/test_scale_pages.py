@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import cluster_layouts
 from benchmarks.attention_rows import short
+from tests.commands import run_app
 from tests.guide import PROGRAMS, ROOT, blocks, commands, run
 from tests.test_docs import results, rows
 
@@ -32,8 +32,7 @@ def test_the_page_shows_what_plan_prints() -> None:
 def test_the_page_shows_what_plan_says_of_a_recipe_that_does_not_fit() -> None:
     page = ROOT / "docs" / "how-to" / "out-of-memory.md"
     (words,) = commands(blocks(page, "bash")[0])
-    done = CliRunner().invoke(PROGRAMS[words[0]], words[1:])
-    assert done.exit_code == 2
+    done = run_app(PROGRAMS[words[0]], *words[1:], code=2)
     (shown,) = blocks(page, "text")
     assert shown in done.output
 

@@ -1,11 +1,17 @@
 """The section `evaluation`: measurements while a run trains, and their frequency."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from moba_train.config.base import MOST_SAMPLES, Length, OpenSection, Section
 from moba_train.registry import EVALUATIONS
+
+EVERY: Any = Field(
+    None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
+)
+ATTENTION: Any = Field("both", description="both: also full attention on the same weights, in stages with other layers")
+"""Keys that most evaluations have."""
 
 
 class PositionWiseConfig(Section):
@@ -16,13 +22,8 @@ class PositionWiseConfig(Section):
     sequences: int = Field(
         32, ge=2, le=MOST_SAMPLES, description="samples; fewer if the documents do not give that many"
     )
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
-    attention: Literal["own", "both"] = Field(
-        "both",
-        description="both: also full attention on the same weights, in stages with other layers",
-    )
+    every: int | None = EVERY
+    attention: Literal["own", "both"] = ATTENTION
 
 
 class EvaluationConfig(OpenSection):

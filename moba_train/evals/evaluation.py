@@ -183,15 +183,19 @@ class Evaluation(ABC, Generic[AnyOptions]):
     """False: ranks of a pipeline cannot run it while they train."""
 
     every: int
-    """Optimizer steps between evaluations while the stage trains."""
+    """Optimizer steps between evaluations while the stage trains: its own `every`, or the recipe's."""
     compare_with_full: bool = False
-    """True if the recipe also asks for full attention on the same weights, in stages with other layers."""
+    """True if the recipe also asks for full attention on the same weights, in stages with other layers: `attention:
+    both`."""
     missing: str = ""
     """Sentence about the data that this stage lacks to be evaluated; empty: it lacks nothing."""
 
     @abstractmethod
     def __init__(self, options: AnyOptions, setting: EvaluationSetting) -> None:
         """Open the data for `setting.stage`. Raises DataError when a corpus is damaged."""
+        self._options = options
+        self.every = getattr(options, "every", None) or setting.every
+        self.compare_with_full = getattr(options, "attention", None) == "both"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -229,8 +233,8 @@ class Evaluation(ABC, Generic[AnyOptions]):
 
     @classmethod
     def sequences_per_pass(cls, stage: Stage) -> int:
-        """Number of sequences of `stage.seq_len` tokens in one forward pass of a rank."""
-        return stage.micro_batch_size
+        """Number of sequences of `stage.seq_len` tokens in one forward pass of a rank; one unless overridden."""
+        return 1
 
     def due(self, step: int, stage: Stage) -> bool:
         """True if it runs after `step`: at multiples of `every`, and when the stage's tokens and the stage end."""

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from moba_train.config.base import format_count
 from moba_train.config.evaluation import PositionWiseConfig
-from moba_train.config.stages import Stage
 from moba_train.data.batch import collate
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.data.samples import Sample
 from moba_train.evals.evaluation import (
+    AnyOptions,
     Evaluation,
     EvaluationContext,
     EvaluationResult,
@@ -29,18 +29,12 @@ from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import token_losses
 
 
-class PositionWise(Evaluation[PositionWiseConfig]):
-    """Loss by position in the context, in buckets; the last is the trailing loss. See docs/how-to/stages.md."""
+class LongDocumentEvaluation(Evaluation[AnyOptions]):
+    """Base of evaluations on samples that lie inside one document each, `sequences` of them. Where their options have a
+    `bucket`, it divides the stage's length."""
 
-    name = "position_wise"
-    Options = PositionWiseConfig
-    numbers = frozenset({"trailing_loss", "trailing_loss_error"})
-    numbers_against_full = frozenset({"trailing_loss_full", "trailing_gap", "trailing_gap_error"})
-
-    def __init__(self, options: PositionWiseConfig, setting: EvaluationSetting) -> None:
-        self.every = options.every or setting.every
-        self.compare_with_full = options.attention == "both"
-        self._bucket = options.bucket
+    def __init__(self, options: Any, setting: EvaluationSetting) -> None:
+        super().__init__(options, setting)
         seq_len = setting.stage.seq_len
         self._samples = LongDocumentSamples(
             setting.validation, seq_len, options.sequences, setting.seed, setting.model.vocab_size
@@ -49,21 +43,31 @@ class PositionWise(Evaluation[PositionWiseConfig]):
             self.missing = f"data.validation has no document longer than the stage's {seq_len} tokens"
 
     @classmethod
+    def problems(cls, options: Any, setting: EvaluationSetting) -> Iterator[str]:
+        """No documents to evaluate on, or a bucket that does not divide the stage's length."""
+        if not setting.validation:
+            yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
+        stage = setting.stage
+        bucket = getattr(options, "bucket", 1)
+        if stage.evaluate and stage.seq_len % bucket:
+            given = f"{cls.key}.bucket: given {bucket}"
+            yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}"
+
+
+class PositionWise(LongDocumentEvaluation[PositionWiseConfig]):
+    """Loss by position in the context, in buckets; the last is the trailing loss. See docs/how-to/stages.md."""
+
+    name = "position_wise"
+    Options = PositionWiseConfig
+    numbers = frozenset({"trailing_loss", "trailing_loss_error"})
+    numbers_against_full = frozenset({"trailing_loss_full", "trailing_gap", "trailing_gap_error"})
+
+    @classmethod
     def default_options(cls, setting: EvaluationSetting) -> PositionWiseConfig:
         """Buckets that divide the stage's length, at least four of them."""
         seq_len = setting.stage.seq_len
         quarter = 1 << (max(seq_len // 4, 1).bit_length() - 1)
         return PositionWiseConfig(bucket=min(math.gcd(2048, seq_len), quarter))
-
-    @classmethod
-    def problems(cls, options: PositionWiseConfig, setting: EvaluationSetting) -> Iterator[str]:
-        """No documents to evaluate on, or a bucket that does not divide the stage's length."""
-        if not setting.validation:
-            yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
-        stage = setting.stage
-        if stage.evaluate and stage.seq_len % options.bucket:
-            given = f"{cls.key}.bucket: given {options.bucket}"
-            yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}"
 
     @classmethod
     def data_problems(cls, options: PositionWiseConfig, setting: EvaluationSetting) -> Iterator[str]:
@@ -76,16 +80,16 @@ class PositionWise(Evaluation[PositionWiseConfig]):
                 "needs at least 2; hold out longer documents"
             )
 
-    @classmethod
-    def sequences_per_pass(cls, stage: Stage) -> int:
-        """One, because losses are reported for each sequence."""
-        return 1
-
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`trailing_loss` and, if full attention is also tried, `trailing_gap`, each with its standard error."""
         curves = {
             name: position_wise_loss(
-                context.model, self._samples, self._bucket, context.data_shard, context.device, context.between_batches
+                context.model,
+                self._samples,
+                self._options.bucket,
+                context.data_shard,
+                context.device,
+                context.between_batches,
             )
             for name in context.each_attention()
         }

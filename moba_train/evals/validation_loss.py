@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import StageData
 from moba_train.evals.evaluation import (
@@ -33,11 +34,16 @@ class ValidationLoss(Evaluation[None]):
     numbers = frozenset({"eval_loss"})
 
     def __init__(self, options: None, setting: EvaluationSetting) -> None:
-        self.every = setting.every
+        super().__init__(options, setting)
         self._data = StageData(
             setting.validation, setting.stage.seq_len, setting.sequences, setting.seed, {}, setting.model.vocab_size
         )
         self._data.check_loss()
+
+    @classmethod
+    def sequences_per_pass(cls, stage: Stage) -> int:
+        """A micro-batch."""
+        return stage.micro_batch_size
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`eval_loss` in nats per token."""

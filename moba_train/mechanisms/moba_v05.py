@@ -120,11 +120,7 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
         """A segment longer than the sequence."""
         assert isinstance(options, MobaV05Kind.Options)
-        if options.block_size > context.seq_len:
-            yield (
-                f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
-                f"{context.seq_len} tokens; allowed: at most seq_len"
-            )
+        yield from context.too_long(options, "block_size")
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:

@@ -125,11 +125,7 @@ class OracleKind(AttentionKind):
         forced = {"current", *options.always}
         if len(forced) > options.topk:
             yield f"topk: given {options.topk} {context.layers}; allowed: at least the {len(forced)} blocks of always"
-        if options.block_size > context.seq_len:
-            yield (
-                f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
-                f"{context.seq_len} tokens; allowed: at most seq_len"
-            )
+        yield from context.too_long(options, "block_size")
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, None]:
         """Attention of this rank's tokens to the keys of all tokens."""

@@ -16,7 +16,7 @@ import os
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -148,6 +148,11 @@ def read_sound_records(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         return list(_sound_records(lines, damaged)), damaged
 
 
+def left_out_lines(damaged: Sequence[int]) -> str:
+    """Words for the numbers of damaged lines."""
+    return f"damaged lines, which are left out: {number_ranges(damaged[:20])}" + ", ..." * (len(damaged) > 20)
+
+
 def _sound_records(lines: BinaryIO, damaged: list[int]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         if (record := parse_record(line)) is not None:
@@ -169,8 +174,7 @@ def history_problem(path: Path, logged_steps: int) -> str:
         return f"the history of the run cannot be read: {error}"
     problems = []
     if damaged:
-        shown = number_ranges(damaged[:20]) + ", ..." * (len(damaged) > 20)
-        problems = [f"damaged lines, which are left out: {shown}"]
+        problems = [left_out_lines(damaged)]
     if len(steps) < logged_steps:
         lacking = f"{logged_steps - len(steps)} of {logged_steps} logged steps are missing"
         problems.append(f"{lacking}; the last one there is {max(steps, default=0)}")

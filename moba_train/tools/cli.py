@@ -1,8 +1,7 @@
 """`moba-train`: parses, calls, prints. Imports what a command needs inside it, so that `--help` starts at once."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -42,14 +41,6 @@ def main(
     ] = False,
 ) -> None:
     """Distributed long-context pretraining with MoBA."""
-
-
-class Dtype(StrEnum):
-    """Element types of exported weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 @app.command()
@@ -252,14 +243,6 @@ def report(
     typer.echo(written.path)
 
 
-class CountedCompute(StrEnum):
-    """Values of `fit-scaling --compute`."""
-
-    six_nd = "6ND"
-    real = "real"
-    both = "both"
-
-
 @app.command()
 def fit_scaling(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of finished runs, three or more")],
@@ -271,13 +254,13 @@ def fit_scaling(
         ),
     ] = "eval_loss",
     compute: Annotated[
-        CountedCompute,
+        Literal["6ND", "real", "both"],
         typer.Option(
             case_sensitive=False,
             help="6ND: 6 x parameters outside embeddings x tokens; real: with the output projection, and attention as "
             "each layer computes it",
         ),
-    ] = CountedCompute.both,
+    ] = "both",
     group_by: Annotated[
         str, typer.Option(metavar="KEY", help="runs of one fit agree in this: attention, or a key of the recipe")
     ] = "attention",
@@ -296,7 +279,7 @@ def fit_scaling(
 
     check_output_folder(output)
     metrics = list(dict.fromkeys(name.strip() for name in metric.split(",")))
-    computes = COMPUTES if compute is CountedCompute.both else (compute.value,)
+    computes = COMPUTES if compute == "both" else (compute,)
     found = fit_runs(read_runs(runs, metrics, group_by), metrics, computes, irreducible=irreducible)
     for line in lines_of(found):
         typer.echo(line)
@@ -337,8 +320,9 @@ def moba_to_hf(
     checkpoint: Checkpoint,
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
     dtype: Annotated[
-        Dtype, typer.Option(help="element type of the written weights; checkpoints hold float32")
-    ] = Dtype.bfloat16,
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(help="element type of the written weights; checkpoints hold float32"),
+    ] = "bfloat16",
     shard_gib: Annotated[
         float, typer.Option(min=0.001, max=1e6, help="largest size of a file in GiB; as much memory is needed")
     ] = 4.0,
@@ -372,7 +356,7 @@ def moba_to_hf(
     from moba_train.tools.saved_recipe import open_checkpoint
 
     saved = open_checkpoint(checkpoint, init_from)
-    left_out = export_to_hf(saved, output, getattr(torch, dtype.value), int(shard_gib * 2**30), with_code, model_type)
+    left_out = export_to_hf(saved, output, getattr(torch, dtype), int(shard_gib * 2**30), with_code, model_type)
     typer.echo(f"{saved.path} is now a Hugging Face model in {output}:")
     for line in describe_folder(output):
         typer.echo(line)

@@ -4,7 +4,7 @@ Checkpoints may come from different layouts: each tensor is read whole, on one p
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +17,10 @@ from moba_train.checkpoint.recipe import saved_recipe
 from moba_train.errors import UserError
 from moba_train.model.build import build_model
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.telemetry.jsonl import read_sound_records
+from moba_train.telemetry.jsonl import left_out_lines, read_sound_records
 from moba_train.tools.report.history import number
 
 _CURVES = ("loss", "grad_norm")
-_SHOWN = 5
-"""Damaged lines that are named."""
 
 
 class Comparison(NamedTuple):
@@ -94,14 +92,7 @@ def _steps(path: Path) -> tuple[dict[int, dict[str, float]], tuple[str, ...]]:
     }
     if not steps:
         raise UserError(f"{path}: has no step of a training; give a run's metrics.jsonl")
-    return steps, (_left_out(path, damaged),) if damaged else ()
-
-
-def _left_out(path: Path, damaged: Sequence[int]) -> str:
-    shown = ", ".join(map(str, damaged[:_SHOWN])) + ", ..." * (len(damaged) > _SHOWN)
-    if len(damaged) == 1:
-        return f"{path}: 1 line is damaged and left out: line {shown}"
-    return f"{path}: {len(damaged):,} lines are damaged and left out: lines {shown}"
+    return steps, (f"{path}: {left_out_lines(damaged)}",) if damaged else ()
 
 
 def _equal(x: float | None, y: float | None, tolerance: float) -> bool:

@@ -4,29 +4,12 @@ cli.py makes commands of these functions.
 """
 
 import itertools
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from moba_train.tools.cli_options import Overrides, check_output_folder, parse_length
-
-
-class EvaluatedAttention(StrEnum):
-    """Values of `eval --attention`."""
-
-    full = "full"
-    own = "own"
-    both = "both"
-
-
-class DecodeAttention(StrEnum):
-    """Values of `generate --decode`."""
-
-    full = "full"
-    own = "own"
-
 
 EvaluatedModel = Annotated[
     Path,
@@ -35,7 +18,7 @@ EvaluatedModel = Annotated[
     ),
 ]
 AttentionOption = Annotated[
-    EvaluatedAttention,
+    Literal["full", "own", "both"],
     typer.Option(
         help="own: the stage's attention or, if all its layers are full, the recipe's; full: full in all layers",
     ),
@@ -70,7 +53,7 @@ def evaluate(
             parser=parse_length, metavar="TOKENS", help="length of a sequence, e.g. 32K; default: the stage's"
         ),
     ] = None,
-    attention: AttentionOption = EvaluatedAttention.both,
+    attention: AttentionOption = "both",
     bucket: Annotated[
         int | None,
         typer.Option(
@@ -103,7 +86,7 @@ def evaluate(
     by_position = {"bucket": bucket, "sequences": sequences}
     shortcuts = [f"evaluation.position_wise.{key}={value}" for key, value in by_position.items() if value is not None]
     options = EvaluationOptions(
-        attention=attention.value,
+        attention=attention,
         tasks=None if tasks is None else tuple(name.strip() for name in tasks.split(",")),
         overrides=(*shortcuts, *(overrides or ())),
         data=tuple(data or ()),
@@ -118,18 +101,18 @@ def lm_eval(
     checkpoint: EvaluatedModel,
     tasks: Annotated[str, typer.Option(metavar="NAME,...", help="tasks, groups or tags of lm-eval; * for any text")],
     overrides: Overrides = None,
-    attention: AttentionOption = EvaluatedAttention.own,
+    attention: AttentionOption = "own",
     decode: Annotated[
-        DecodeAttention,
+        Literal["full", "own"],
         typer.Option(
             help="attention of generated tokens: full (layers with windows or states: as trained), or each layer's "
             "own; prompts are read as --attention says",
         ),
-    ] = DecodeAttention.full,
+    ] = "full",
     answer: Annotated[
-        DecodeAttention,
+        Literal["full", "own"],
         typer.Option(help="full: score answers once more with full attention behind a text that is read with own"),
-    ] = DecodeAttention.own,
+    ] = "own",
     limit: Annotated[
         float | None, typer.Option(help="samples of each task; below 1: this share; default: all of them")
     ] = None,
@@ -163,7 +146,7 @@ def lm_eval(
     """Run tasks of the package lm-eval on one device, with own or full attention on the same weights.
 
     Results go to RUN/evaluations/."""
-    from moba_train.tools.evaluated_recipe import open_for_lm_eval
+    from moba_train.tools.evaluated_recipe import open_to_generate
     from moba_train.tools.lm_eval.options import LmEvalOptions, check_installed
 
     check_installed()
@@ -174,9 +157,9 @@ def lm_eval(
         raise typer.BadParameter(f"--limit: given {limit}; allowed: above 0")
     options = LmEvalOptions(
         tasks=tuple(name.strip() for name in tasks.split(",")),
-        attention=attention.value,
-        decode=decode.value,
-        answer=answer.value,
+        attention=attention,
+        decode=decode,
+        answer=answer,
         limit=limit,
         num_fewshot=num_fewshot,
         batch_size=batch_size,
@@ -185,11 +168,10 @@ def lm_eval(
         lengths=_lengths(lengths),
         include_path=include_path,
         apply_chat_template=apply_chat_template,
-        tokenizer=tokenizer,
         overrides=tuple(overrides or ()),
         output=output,
     )
-    saved, roots = open_for_lm_eval(checkpoint, options)
+    saved, roots = open_to_generate(checkpoint, tokenizer, options.overrides, seq_len)
     evaluate_with_lm_eval(saved, roots, options, typer.echo)
 
 
@@ -262,11 +244,11 @@ def generate(
     top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens that make up this probability")] = 0.95,
     seed: Annotated[int, typer.Option(min=-(1 << 31), max=(1 << 31) - 1, help="equal seeds give equal text")] = 0,
     decode: Annotated[
-        DecodeAttention,
+        Literal["full", "own"],
         typer.Option(
             help="attention of new tokens: full (layers with windows or states: as trained), or each layer's own",
         ),
-    ] = DecodeAttention.full,
+    ] = "full",
 ) -> None:
     """Continue a prompt. The prompt is read with each layer's own attention."""
     from moba_train.tools.chat.control_tokens import ChatTokenizer
@@ -305,7 +287,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        decode=decode.value,
+        decode=decode,
         marks=marks,
         stop_tokens=ends_of_text(tokenizer_path, tokenizer_roots),
         trained_length=training_of(saved).seq_len,

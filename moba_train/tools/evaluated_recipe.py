@@ -26,14 +26,12 @@ from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.hf.config import CONFIG, is_hf_folder, read_family
-from moba_train.tools.lm_eval.options import LmEvalOptions
 from moba_train.tools.saved_recipe import (
     SavedPaths,
     SavedRun,
     check_named_files,
     check_paths,
     evaluation_corpora,
-    open_for_generation,
     read_checkpoint,
     with_corpora,
     with_overrides,
@@ -99,13 +97,17 @@ def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
     return saved.with_recipe(config)
 
 
-def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list[Path]]:
+def open_to_generate(
+    path: Path, tokenizer: Path | None = None, overrides: tuple[str, ...] = (), seq_len: int | None = None
+) -> tuple[SavedRun, list[Path]]:
     """The model as from `open_for_evaluation`, for a command that reads no corpus but needs the tokenizer; and the
     folders below which the tokenizer's files may lie.
 
+    tokenizer: one that the user names instead of the recipe's; seq_len: instead of the stage's
+
     Raises UserError as `open_for_evaluation`, and when there is no tokenizer.
     """
-    evaluation = EvaluationOptions(tasks=(), overrides=options.overrides, seq_len=options.seq_len)
+    evaluation = EvaluationOptions(tasks=(), overrides=overrides, seq_len=seq_len)
     located = _hugging_face(path) if is_hf_folder(path) else read_checkpoint(path)
     roots = folder_roots(path)
     paths = None
@@ -114,12 +116,10 @@ def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list
         located = located._replace(config=paths.located())
         roots = paths.roots
     config = changed(located, evaluation)
-    if options.tokenizer is not None:
-        config = config.model_copy(
-            update={"data": config.data.model_copy(update={"tokenizer": str(options.tokenizer)})}
-        )
+    if tokenizer is not None:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(tokenizer)})})
     if config.data.tokenizer is None:
-        raise DataError(f"{path}: names no tokenizer; give --tokenizer FILE")
+        raise DataError(f"{path}: names no tokenizer (data.tokenizer); give --tokenizer FILE")
     if config.data.tokenizer != located.config.data.tokenizer:  # the user names it
         roots = [*roots, *folder_roots(tokenizer_file(config.data.tokenizer).parent)]
     elif paths is not None:
@@ -127,14 +127,6 @@ def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list
         own = _without(config, {*evaluation_corpora(config.data, config.evaluation).values()})
         check_paths(own.data, own.evaluation, located.path, roots)
     return located.with_recipe(config), roots
-
-
-def open_to_generate(path: Path, tokenizer: Path | None, overrides: tuple[str, ...]) -> tuple[SavedRun, list[Path]]:
-    """The model as from `open_for_generation`, or the Hugging Face model `path`, with the folders below which its
-    tokenizer may lie."""
-    if is_hf_folder(path):
-        return open_for_lm_eval(path, LmEvalOptions(tasks=(), tokenizer=tokenizer, overrides=overrides))
-    return open_for_generation(path, tokenizer, overrides)
 
 
 def changed(saved: SavedRun, options: EvaluationOptions) -> RunConfig:

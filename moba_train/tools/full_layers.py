@@ -21,12 +21,11 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import MOST_SAMPLES, Length
 from moba_train.config.load import Dumper
-from moba_train.config.stages import Stage
-from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.data.samples import Sample
 from moba_train.errors import DataError
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting, Layers
+from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting, Layers
 from moba_train.evals.position_wise import (
+    LongDocumentEvaluation,
     PositionWise,
     PositionWiseLoss,
     SamplesOfOneLength,
@@ -85,7 +84,7 @@ class FullLayersConfig(HiddenNeedles):
         return given
 
 
-class FullLayers(Evaluation[FullLayersConfig]):
+class FullLayers(LongDocumentEvaluation[FullLayersConfig]):
     """Loss with each layer switched alone and with each candidate, and the `full_layers` that follow."""
 
     name = "full_layers"
@@ -95,18 +94,12 @@ class FullLayers(Evaluation[FullLayersConfig]):
     in_pipelines = False
 
     def __init__(self, options: FullLayersConfig, setting: EvaluationSetting) -> None:
-        self.every = options.every or setting.every
-        self._options = options
+        super().__init__(options, setting)
+        self.compare_with_full = False
         self._probe = GateProbe(GateProbeConfig(queries=options.queries), setting)
-        seq_len = setting.stage.seq_len
-        self._samples = LongDocumentSamples(
-            setting.validation, seq_len, options.sequences, setting.seed, setting.model.vocab_size
-        )
-        if not len(self._samples):
-            self.missing = f"data.validation has no document longer than the stage's {seq_len} tokens"
         self._questions: list[Question] = []
         if options.by != "loss":
-            length = max(stage_lengths(options, setting.stage), default=seq_len)
+            length = max(stage_lengths(options, setting.stage), default=setting.stage.seq_len)
             self._questions = NeedleTexts(options, setting, self.key).questions(length)
 
     @classmethod
@@ -117,26 +110,15 @@ class FullLayers(Evaluation[FullLayersConfig]):
 
     @classmethod
     def problems(cls, options: FullLayersConfig, setting: EvaluationSetting) -> Iterator[str]:
-        """No documents, a bucket that does not divide the length, more layers than the model has, and texts that cannot
-        be made."""
-        if not setting.validation:
-            yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
-        stage = setting.stage
+        """Those of the base class, more layers than the model has, and texts that cannot be made."""
+        yield from super().problems(options, setting)
         layers = setting.model.layers
-        if stage.evaluate and stage.seq_len % options.bucket:
-            given = f"{cls.key}.bucket: given {options.bucket}"
-            yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}"
         if options.count >= layers:
             yield f"{cls.key}.count: given {options.count}; allowed: fewer than the model's {layers} layers"
         if options.groups and options.windows:
             yield f"{cls.key}.groups: given true with windows {options.windows}; allowed: with windows 0"
         if options.by != "loss":
             yield from text_problems(options, setting, cls.key)
-
-    @classmethod
-    def sequences_per_pass(cls, stage: Stage) -> int:
-        """One, because losses are reported for each sequence."""
-        return 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`full_layers_loss`: trailing loss with the chosen layers full and all others sparse."""

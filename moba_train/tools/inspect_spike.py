@@ -1,8 +1,9 @@
 """Shows the dump of a spike: its numbers as tables, and the documents of its batch as text, highest loss first."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,19 +111,14 @@ def _layer_table(dump: dict[str, Any]) -> Table:
 def _part_losses(dump: dict[str, Any]) -> list[PartLoss]:
     """The document parts of the batch in order of descending loss; losses that are not finite come first."""
     sums: dict[DocumentPart, tuple[float, float]] = {}
-    for entry in _part_entries(dump):
+    micro_batches = chain.from_iterable(rank["micro_batches"] for rank in dump["ranks"])
+    for entry in chain.from_iterable(micro_batches):
         part = DocumentPart(*(entry[name] for name in DocumentPart._fields))
         total, tokens = sums.get(part, (0.0, 0.0))
         loss = entry["loss"] * entry["loss_tokens"] if entry["loss_tokens"] else 0.0
         sums[part] = total + loss, tokens + entry["loss_tokens"]
     found = [PartLoss(part, total / tokens if tokens else 0.0, tokens) for part, (total, tokens) in sums.items()]
     return sorted(found, key=lambda entry: (math.isfinite(entry.loss), -entry.loss))
-
-
-def _part_entries(dump: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for rank in dump["ranks"]:
-        for micro_batch in rank["micro_batches"]:
-            yield from micro_batch
 
 
 def _decoder(run_dir: Path) -> Callable[[DocumentPart], str]:

@@ -28,19 +28,13 @@ import torch.distributed as dist
 from pydantic import Field
 
 from moba_train.config.base import MOST_SAMPLES, Length
-from moba_train.config.stages import Stage
+from moba_train.config.evaluation import ATTENTION, EVERY
 from moba_train.data.batch import collate
-from moba_train.data.long_documents import LongDocumentSamples, count_samples
+from moba_train.data.long_documents import count_samples
 from moba_train.data.samples import Sample
 from moba_train.errors import DataError, ForeignFileError
-from moba_train.evals.evaluation import (
-    Evaluation,
-    EvaluationContext,
-    EvaluationResult,
-    EvaluationSetting,
-    finite,
-    with_full,
-)
+from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting, finite, with_full
+from moba_train.evals.position_wise import LongDocumentEvaluation
 from moba_train.foreign_files import read_foreign_json
 from moba_train.parallel.forward import token_losses
 from moba_train.tools.needle.answers import padded_length
@@ -76,13 +70,8 @@ class LongPPLConfig(NamesFiles):
     sequences: int = Field(
         16, ge=2, le=MOST_SAMPLES, description="samples; fewer if the documents do not give that many"
     )
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
-    attention: Literal["own", "both"] = Field(
-        "both",
-        description="both: also full attention on the same weights, in stages with other layers",
-    )
+    every: int | None = EVERY
+    attention: Literal["own", "both"] = ATTENTION
 
     def named_files(self) -> list[str]:
         """The other model's result."""
@@ -94,7 +83,7 @@ class LongPPLConfig(NamesFiles):
         return window, self.step or max(1, window // 4)
 
 
-class LongPPL(Evaluation[LongPPLConfig]):
+class LongPPL(LongDocumentEvaluation[LongPPLConfig]):
     """Perplexity and loss of the key tokens, and their share of all tokens."""
 
     name = "longppl"
@@ -104,17 +93,10 @@ class LongPPL(Evaluation[LongPPLConfig]):
     numbers_against_full = frozenset({"longppl_full", "key_gap", "key_gap_error"})
 
     def __init__(self, options: LongPPLConfig, setting: EvaluationSetting) -> None:
-        self.every = options.every or setting.every
-        self.compare_with_full = options.attention == "both"
-        self._options = options
+        super().__init__(options, setting)
         seq_len = setting.stage.seq_len
-        self._samples = LongDocumentSamples(
-            setting.validation, seq_len, options.sequences, setting.seed, setting.model.vocab_size
-        )
         self._given: Keys | None = None
-        if not len(self._samples):
-            self.missing = f"data.validation has no document longer than the stage's {seq_len} tokens"
-        elif options.keys is not None:
+        if len(self._samples) and options.keys is not None:
             given = _read_keys(options.keys)
             if given["seq_len"] != seq_len:
                 found = f"{self.key}.keys: {options.keys} has key tokens of {given['seq_len']} tokens"
@@ -125,8 +107,7 @@ class LongPPL(Evaluation[LongPPLConfig]):
     @classmethod
     def problems(cls, options: LongPPLConfig, setting: EvaluationSetting) -> Iterator[str]:
         """No documents to evaluate on, and a short context that is as long as the sequences of the stage."""
-        if not setting.validation:
-            yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
+        yield from super().problems(options, setting)
         stage = setting.stage
         window, step = options.windows(stage.seq_len)
         if stage.evaluate and window + step > stage.seq_len:
@@ -143,11 +124,6 @@ class LongPPL(Evaluation[LongPPLConfig]):
     def check_samples(cls, options: LongPPLConfig, setting: EvaluationSetting) -> None:
         """Raise DataError when `keys` cannot be read, or lacks a sample."""
         cls(options, setting)
-
-    @classmethod
-    def sequences_per_pass(cls, stage: Stage) -> int:
-        """One, because losses are kept for each sequence."""
-        return 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """All attentions on the same key tokens."""

@@ -20,11 +20,8 @@ from pydantic import Field
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import MOST_SAMPLES, Length, Section, format_count
-from moba_train.config.stages import Stage
-from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import DataError, ForeignFileError
 from moba_train.evals.evaluation import (
-    Evaluation,
     EvaluationContext,
     EvaluationResult,
     EvaluationSetting,
@@ -34,7 +31,7 @@ from moba_train.evals.evaluation import (
     name_of,
     with_full,
 )
-from moba_train.evals.position_wise import PositionWise, PositionWiseLoss, position_wise_loss
+from moba_train.evals.position_wise import LongDocumentEvaluation, PositionWise, PositionWiseLoss, position_wise_loss
 from moba_train.foreign_files import read_foreign_json, working_roots
 from moba_train.mechanisms.by_group import ByGroupKind, Part
 from moba_train.mechanisms.oracle import IdealAttention
@@ -86,7 +83,7 @@ def label_of(budget: Budget) -> str:
     return size + (" group" if budget.select == "group" else "") + (f", {forced}" if forced else "")
 
 
-class Oracle(Evaluation[OracleConfig]):
+class Oracle(LongDocumentEvaluation[OracleConfig]):
     """Errors of budget, selector and weights: trailing loss, needles and RULER. The numbers are those of the trailing
     loss with the first budget."""
 
@@ -97,15 +94,8 @@ class Oracle(Evaluation[OracleConfig]):
     in_pipelines = False  # layers on several ranks are switched one rank at a time
 
     def __init__(self, options: OracleConfig, setting: EvaluationSetting) -> None:
-        self.every = options.every or setting.every
+        super().__init__(options, setting)
         self.compare_with_full = True
-        self._options = options
-        seq_len = setting.stage.seq_len
-        self._samples = LongDocumentSamples(
-            setting.validation, seq_len, options.sequences, setting.seed, setting.model.vocab_size
-        )
-        if not len(self._samples):
-            self.missing = f"data.validation has no document longer than the stage's {seq_len} tokens"
         self._asked: list[Needle | Ruler] = []
         if "needle" in options.questions:
             self._asked.append(Needle(needle_options(options), setting))
@@ -123,13 +113,8 @@ class Oracle(Evaluation[OracleConfig]):
 
     @classmethod
     def problems(cls, options: OracleConfig, setting: EvaluationSetting) -> Iterator[str]:
-        """No documents, a bucket that does not divide the length, questions that cannot be asked, and a pipeline."""
-        if not setting.validation:
-            yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
-        stage = setting.stage
-        if stage.evaluate and stage.seq_len % options.bucket:
-            given = f"{cls.key}.bucket: given {options.bucket}"
-            yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}"
+        """Those of the base class, and questions that cannot be asked."""
+        yield from super().problems(options, setting)
         for budget in options.budgets:
             if len({"current", *budget.always}) > budget.topk:
                 yield f"{cls.key}.budgets: given {label_of(budget)}; allowed: a topk of at least the blocks of always"
@@ -137,11 +122,6 @@ class Oracle(Evaluation[OracleConfig]):
             yield from (_under(cls.key, text) for text in Needle.problems(needle_options(options), setting))
         if "ruler" in options.questions:
             yield from (_under(cls.key, text) for text in Ruler.problems(ruler_options(options), setting))
-
-    @classmethod
-    def sequences_per_pass(cls, stage: Stage) -> int:
-        """One, because losses are reported for each sequence."""
-        return 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """All attentions on the same weights and samples."""

@@ -20,13 +20,13 @@ from moba_train.checkpoint.recipe import run_folder, saved_recipe, saved_stage, 
 from moba_train.checkpoint.state import load_model
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
-from moba_train.config.load import dump_config, parse_yaml, shadowed_overrides, validated
+from moba_train.config.load import dump_config, parse_yaml, validated
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import corpus_file
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.data.tokenizer import TOKENIZER_CONFIG, tokenizer_file, tokenizer_hash
-from moba_train.errors import CheckpointError, ConfigError, DataError, ForeignFileError
+from moba_train.errors import CheckpointError, DataError, ForeignFileError
 from moba_train.foreign_files import check_below, open_foreign, working_roots
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.spec import ModelSpec, kind_prefix
@@ -209,14 +209,11 @@ class SavedPaths:
 
     def check_tokenizer(self) -> None:
         """Raises DataError, naming all places that were looked at, when the recipe's tokenizer is in none of them."""
-        given = self._config.data.tokenizer
-        if given is None:
-            raise DataError(f"{self._checkpoint}: its recipe names no data.tokenizer; give --tokenizer FILE")
         found, looked = self._tokenizer()
         if found is None:
             raise DataError(
-                f"{self._checkpoint}: the tokenizer of its recipe, data.tokenizer {given!r}, was not found; looked for "
-                f"{'; '.join(looked)}; give --tokenizer FILE"
+                f"{self._checkpoint}: the tokenizer of its recipe, data.tokenizer {self._config.data.tokenizer!r}, was "
+                f"not found; looked for {'; '.join(looked)}; give --tokenizer FILE"
             )
 
     def check_corpora(self, validation: Sequence[SourceConfig]) -> None:
@@ -292,31 +289,6 @@ def open_checkpoint(path: Path, init_from: Path | None = None) -> SavedRun:
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """The recipe with `overrides` applied, as `load_config` takes them. Raises ConfigError with every problem."""
     return validated(parse_yaml(dump_config(config), "recipe"), overrides) if overrides else config
-
-
-def open_for_generation(
-    path: Path, tokenizer: Path | None = None, overrides: Sequence[str] = ()
-) -> tuple[SavedRun, list[Path]]:
-    """`open_checkpoint` for a command that is started in any folder: with the recipe's tokenizer where `SavedPaths`
-    finds it, and the folders below which that may lie. `tokenizer`: one that the user names in its place; `overrides`
-    win over the recipe.
-
-    Raises UserError as `open_checkpoint`, for overrides that cannot work, and when there is no tokenizer.
-    """
-    saved = read_checkpoint(path)
-    if overrides:
-        config = with_overrides(saved.config, overrides)
-        if problems := shadowed_overrides(config.stages, overrides, [saved.stage.index]):
-            raise ConfigError(problems)
-        resolve(config.model_copy(update={"init_from": None}), allow_idle=True, training=False)
-        saved = saved.with_recipe(config)
-    paths = SavedPaths(saved.config, saved.path)
-    if tokenizer is None:
-        paths.check_tokenizer()
-    config = paths.located()
-    unread = config.data.model_copy(update={"validation": []} | ({"tokenizer": None} if tokenizer else {}))
-    check_paths(unread, with_corpora(config.evaluation, lambda path: None), saved.path, paths.roots)
-    return saved._replace(config=config), paths.roots
 
 
 def with_corpora(evaluation: EvaluationConfig, change: Callable[[str], str | None]) -> EvaluationConfig:

@@ -137,6 +137,12 @@ def results(layer: Layer, run: Callable[[Layer], list[Tensor]] = run_layer) -> R
     )
 
 
+def flat(found: Results) -> list[Tensor]:
+    """All its tensors."""
+    outputs, inputs, parameters = found
+    return [*outputs, *inputs, *parameters.values()]
+
+
 def weighted_sum(outputs: list[Tensor]) -> Tensor:
     """The sum of all outputs with weights that depend on the place alone."""
     return torch.stack([(x * torch.arange(x.numel(), device=x.device).view_as(x).cos()).sum() for x in outputs]).sum()

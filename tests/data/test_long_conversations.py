@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from data_tools.cli import app as data_app
 from data_tools.corpus_writer import IndexedDatasetWriter
@@ -19,6 +18,7 @@ from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.run.progress import Progress, check_resumable, data_plan
 from moba_train.tools.cli import app
+from tests.commands import run_app
 
 LENGTHS = [5, 8, 12, 20]
 """Two of them longer than the samples of 8 tokens."""
@@ -165,8 +165,7 @@ def test_a_recipe_is_refused_with_its_key_before_anything_runs(recipe: Path, cha
 def test_plan_and_blend_say_how_many(recipe: Path, command: str) -> None:
     option = "data.long_conversations=truncate"
     words = ["plan", str(recipe), option, "--gpus", "1"] if command == "plan" else ["blend", str(recipe), option]
-    done = CliRunner().invoke(app if command == "plan" else data_app, words)
-    assert done.exit_code == 0, done.output
+    done = run_app(app if command == "plan" else data_app, *words)
     assert "warning: stage short: 2 of 4 conversations of" in " ".join(done.output.split())
     assert "stage long: 2 of 4" not in " ".join(done.output.split())
 

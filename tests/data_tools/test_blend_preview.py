@@ -7,7 +7,6 @@ from typing import Literal
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from data_tools.cli import app
 from data_tools.corpus_writer import IndexedDatasetWriter
@@ -15,6 +14,7 @@ from data_tools.stats import preview
 from moba_train.config.load import load_config
 from moba_train.data.samples import StageData
 from moba_train.resolve.run import resolve_unchecked
+from tests.commands import run_app
 from tests.resolved import stages_of
 
 MODELS = Path(__file__).parents[2] / "configs/models"
@@ -74,13 +74,11 @@ def test_shares_repeats_and_padding_are_those_of_the_samples(
 
 
 def test_the_command_prints_the_shares(recipe: Path) -> None:
-    result = CliRunner().invoke(app, ["blend", str(recipe), "stages.1.tokens=1280"])
-    assert result.exit_code == 0, result.output
+    result = run_app(app, "blend", recipe, "stages.1.tokens=1280")
     assert "75.00%" in result.output
     table = result.output[result.output.index("up to") :]
     # Stage one reads documents of at most 8, 16 and 64 tokens of a (12 : 12 : 76) and of 8 and 64 of b (5 : 55).
     rows = {words[0]: words[1:] for line in table.splitlines() if (words := line.replace("│", " ").split())}
     assert (rows["16"], rows["32"]) == (["9.0%", "0.0%"], ["8.4%", "33.3%"])
-    result = CliRunner().invoke(app, ["blend", str(recipe), "data.train.0.path=nowhere"])
-    assert result.exit_code == 2
+    result = run_app(app, "blend", recipe, "data.train.0.path=nowhere", code=2)
     assert "no file nowhere.bin" in result.output

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from data_tools.cli import app
 from data_tools.corpus_writer import IndexedDatasetWriter
+from tests.commands import run_app
 from tests.data_tools.prose import prose
 
 runner = CliRunner()
@@ -41,15 +42,13 @@ def test_from_text_to_a_verified_corpus(folder: Path, tmp_path: Path) -> None:
         ["stats", prefix],
         ["verify", prefix],
     ):
-        result = runner.invoke(app, command)
-        assert result.exit_code == 0, result.output
+        result = run_app(app, *command)
     assert "4 documents" in result.output
     assert "all ids below 300" in result.output
 
 
 def test_user_errors_are_one_message_and_exit_code_2(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["verify", str(tmp_path / "nowhere")])
-    assert result.exit_code == 2
+    result = run_app(app, "verify", tmp_path / "nowhere", code=2)
     assert result.output.startswith("error: corpus ")
     assert "Traceback" not in result.output
 
@@ -69,8 +68,7 @@ def test_verify_finds_ids_outside_the_vocabulary(
     with IndexedDatasetWriter(tmp_path / "a", np.uint16, info) as writer:
         writer.add_document([1, 2])
         writer.add_document([0, 9, 10])
-    result = runner.invoke(app, ["verify", str(tmp_path / "a"), *options])
-    assert result.exit_code == (2 if message else 0)
+    result = run_app(app, "verify", tmp_path / "a", *options, code=2 if message else 0)
     assert (message or "good, 2 documents, 5 tokens") in result.output
     if info is None:
         assert "ids not checked" in result.output
@@ -89,6 +87,5 @@ def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:
         writer.add_document([1, 2, 3])
     assert runner.invoke(app, ["verify", str(tmp_path / "a")]).exit_code == 0
     (tmp_path / "a.bin").write_bytes(b"\x01\x00\x04\x00\x03\x00")
-    result = runner.invoke(app, ["verify", str(tmp_path / "a")])
-    assert result.exit_code == 2
+    result = run_app(app, "verify", tmp_path / "a", code=2)
     assert "a.bin is not what was written" in result.output

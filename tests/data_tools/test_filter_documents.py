@@ -19,6 +19,7 @@ from data_tools.documents import SHARD_BYTES
 from data_tools.duplicates import Repeat, check_similarity, digest, find_repeats, signature
 from data_tools.word_hashes import _Hashes, word_hashes, words
 from moba_train.errors import DataError
+from tests.commands import run_app
 from tests.noting import noting
 
 pytest.importorskip("datasketch")
@@ -194,9 +195,7 @@ def test_the_corpus_is_that_of_the_documents_that_stay(
 
     def tokenize(output: str, *more: str, path: str = "") -> str:
         command = ["tokenize", "-i", path or str(folder), "-t", tokenizer, "-o", str(tmp_path / output), *more]
-        result = CliRunner().invoke(app, command)
-        assert result.exit_code == 0, result.output
-        return result.output
+        return run_app(app, *command).output
 
     check = ("--duplicates", "0.8", "--evaluations", str(tmp_path / "tasks.jsonl"))
     printed = tokenize("out", *check, "--contaminated", "drop")
@@ -250,8 +249,7 @@ def test_nothing_that_stays_and_options_that_do_nothing_are_refused(
     (folder / "a.txt").write_text(text(0))
     command = ["tokenize", "-i", str(folder), "-t", tokenizer, "-o", str(tmp_path / "out"), "--contaminated", "drop"]
     assert "--contaminated drop: given without --evaluations" in CliRunner().invoke(app, command).output
-    result = CliRunner().invoke(app, [*command, "--evaluations", str(folder / "a.txt")])
-    assert result.exit_code == 2
+    result = run_app(app, *command, "--evaluations", folder / "a.txt", code=2)
     assert "none of the 1 documents stays: all share text with --evaluations" in " ".join(result.output.split())
     assert not (tmp_path / "out.idx").exists()
     result = CliRunner().invoke(app, [*command, "--evaluations", str(tmp_path / "nowhere")])
@@ -268,7 +266,6 @@ def test_files_whose_names_are_not_utf8_are_named_in_the_report(
     for name in (b"a\xff.txt", b"b\xff.txt"):
         (folder / os.fsdecode(name)).write_text(text(0))
     command = ["tokenize", "-i", str(folder), "-t", tokenizer, "-o", str(tmp_path / "out"), "--duplicates", "1"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
+    run_app(app, *command)
     (example,) = json.loads((tmp_path / "out.filter.json").read_bytes())["duplicates"]["examples"]
     assert example["removed"]["file"] == str(folder / os.fsdecode(b"b\xff.txt"))

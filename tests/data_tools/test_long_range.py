@@ -8,6 +8,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from data_tools.cli import app
+from tests.commands import run_app
 from tests.data_tools.prose import prose
 
 CHARACTERS = 60_000
@@ -17,8 +18,7 @@ def make(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(prose(0, 30_000))
     command = ["long-range", "--input", str(folder / "text.txt"), "--output", str(folder / "long.jsonl")]
-    done = CliRunner().invoke(app, [*command, *arguments])
-    assert done.exit_code == 0, done.output
+    run_app(app, *command, *arguments)
     return [json.loads(line) for line in (folder / "long.jsonl").read_text().splitlines()]
 
 
@@ -55,8 +55,7 @@ def test_the_same_seed_gives_the_same_documents(tmp_path: Path) -> None:
 
 def test_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
-    done = CliRunner().invoke(app, ["long-range", "-i", str(tmp_path), "-o", str(tmp_path / "out.jsonl")])
-    assert done.exit_code == 2
+    done = run_app(app, "long-range", "-i", tmp_path, "-o", tmp_path / "out.jsonl", code=2)
     assert "passages" in done.output
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from data_tools.cli import app
 from data_tools.outputs import replace_file, write_errors
 from moba_train.errors import DataError
+from tests.commands import run_app
 from tests.data_tools.prose import prose
 
 
@@ -35,8 +35,7 @@ NAMES = ("train-tokenizer", "tokenize", "long-range", "sft")
 
 
 def refused(command: list[str], output: str) -> str:
-    done = CliRunner().invoke(app, [*command, "--output", output])
-    assert done.exit_code == 2, done.output
+    done = run_app(app, *command, "--output", output, code=2)
     assert isinstance(done.exception, SystemExit)
     return done.output
 

@@ -17,6 +17,7 @@ from moba_train.errors import DataError
 from moba_train.tools.chat.load import Template, load_chat_template
 from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Conversation
 from moba_train.tools.text_tokenizer import load_text_tokenizer, load_tokenizer
+from tests.commands import run_app
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -133,8 +134,7 @@ def test_bad_records_are_named_by_line_and_the_rest_is_shown_and_counted(tokeniz
     source = write_lines(tmp_path / "chat.jsonl", [*BAD.values(), raw])
     output = str(tmp_path / "corpus")
     command = ["sft", "--input", source, "--tokenizer", tokenizer, "--output", output, "--show", "3"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    done = run_app(app, *command)
     for line, reason in enumerate(BAD, 1):
         assert re.search(rf"chat\.jsonl:{line}: .*{re.escape(reason)}", done.output), reason
     assert "1 conversations, 4 tokens, 2 with loss (50.00%), the longest 4" in done.output
@@ -142,8 +142,7 @@ def test_bad_records_are_named_by_line_and_the_rest_is_shown_and_counted(tokeniz
     assert IndexedDataset(f"{output}.loss").document(0).tolist() == [0, 0, 1, 1]
     assert CliRunner().invoke(app, ["verify", output]).exit_code == 0
     Path(f"{output}.loss.bin").write_bytes(bytes([0, 0, 1, 7]))
-    damaged = CliRunner().invoke(app, ["verify", output])
-    assert damaged.exit_code == 2
+    damaged = run_app(app, "verify", output, code=2)
     assert "loss.bin is not what was written" in damaged.output
     Path(f"{output}.loss.json").unlink()
     assert "loss: document 0 has token id 7" in CliRunner().invoke(app, ["verify", output]).output
@@ -257,8 +256,7 @@ def test_a_corpus_of_other_conversations_is_not_overwritten(tokenizer: str, tmp_
     assert "already complete" in again.output
     assert "1 conversations" in again.output
     for changed in (["--template", "llama3"], ["--end-of-turn", "<|im_end|>\n"]):
-        other = CliRunner().invoke(app, [*command, *changed])
-        assert other.exit_code == 2
+        other = run_app(app, *command, *changed, code=2)
         assert "exists and was made from other input or with other options; delete" in other.output
     write_lines(tmp_path / "chat.jsonl", [{"messages": MESSAGES[:3]}])
     assert CliRunner().invoke(app, command).exit_code == 2
@@ -310,8 +308,7 @@ def test_a_holdout_splits_conversations_with_their_masks(tokenizer: str, tmp_pat
     assert 3 < counts[str(tmp_path / "c-valid")] < 24
     assert len(set(result.loss_tokens.values())) == 2
     command = ["sft", "--input", source, "--tokenizer", tokenizer, "--output", str(tmp_path / "d")]
-    done = CliRunner().invoke(app, [*command, "--holdout", "0.00001"])
-    assert done.exit_code == 0
+    done = run_app(app, *command, "--holdout", "0.00001")
     assert f"{tmp_path / 'd-valid'} is empty" in done.stderr
     assert "has put all 40 conversations into" in done.stderr
 

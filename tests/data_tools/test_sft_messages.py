@@ -16,6 +16,7 @@ from data_tools.show import load_decoder, show_documents
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Conversation
+from tests.commands import run_app
 from tests.data_tools.test_sft import spans, write_lines
 
 LAST_USER = (
@@ -69,8 +70,7 @@ def make(tmp_path: Path, tokenizer: str, source: str, records: list[Any], *optio
     lines = write_lines(tmp_path / "chat.jsonl", records)
     (tmp_path / "template.jinja").write_text(source)
     command = ["sft", "--input", lines, "--tokenizer", tokenizer, "--output", str(tmp_path / "c")]
-    done = CliRunner().invoke(app, [*command, "--template", str(tmp_path / "template.jinja"), *options])
-    assert done.exit_code == 0, done.output
+    done = run_app(app, *command, "--template", tmp_path / "template.jinja", *options)
     prefixes = [file.with_suffix("") for file in sorted(tmp_path.glob("c*.idx")) if ".loss" not in file.name]
     documents = [document for prefix in prefixes for document in documents_of(prefix, tokenizer)]
     return documents, " ".join(done.output.split())
@@ -220,8 +220,7 @@ def test_another_end_of_turn_is_named_with_its_option(tokenizer: str, tmp_path: 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": source}))
     lines = write_lines(tmp_path / "chat.jsonl", [{"messages": TWO_TURNS}])
     command = ["sft", "--input", lines, "--tokenizer", tokenizer, "--output", str(tmp_path / "c")]
-    done = CliRunner().invoke(app, [*command, "--template", str(tmp_path)])
-    assert done.exit_code == 2
+    done = run_app(app, *command, "--template", tmp_path, code=2)
     said = "does not end message 1 with '</s>'; it writes '<|im_end|>' there: give the text that ends a turn as"
     assert f"{said} --end-of-turn" in " ".join(done.output.split())
     assert (
@@ -290,8 +289,7 @@ def test_ids_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
     records = [random_conversation(draw) for _ in range(200)]
     lines = write_lines(tmp_path / "chat.jsonl", records)
     command = ["sft", "--input", lines, "--tokenizer", str(tmp_path), "--output", str(tmp_path / "c")]
-    done = CliRunner().invoke(app, [*command, "--template", str(tmp_path), "--on-error", "fail"])
-    assert done.exit_code == 0, done.output
+    run_app(app, *command, "--template", tmp_path, "--on-error", "fail")
     corpus, masks = IndexedDataset(tmp_path / "c"), IndexedDataset(mask_prefix(str(tmp_path / "c")))
     assert corpus.documents == len(records)
     for number, record in enumerate(records):

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from data_tools.cli import app
 from data_tools.conversations import parse_record
@@ -19,6 +18,7 @@ from moba_train.errors import DataError
 from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.chat.template import ChatTemplate, Conversation
 from moba_train.tools.text_tokenizer import load_text_tokenizer
+from tests.commands import run_app
 from tests.data_tools.test_sft import write_lines
 from tests.data_tools.test_sft_messages import FORGETS, TWO_TURNS, assistant, make, user
 
@@ -75,8 +75,7 @@ def test_thinking_is_switched_off_for_all_or_one_conversation(tmp_path: Path, to
     assert with_loss(documents[0])[2] == "<think></think>Fixed.<e>"
     assert with_loss(documents[1])[2] == "<think>sure</think>Fixed.<e>"
     command = ["sft", "--input", str(tmp_path / "chat.jsonl"), "--tokenizer", tokenizer, "--output", "x"]
-    done = CliRunner().invoke(app, [*command, "--template-kwargs", '{"tools": []}'])
-    assert done.exit_code == 2
+    done = run_app(app, *command, "--template-kwargs", '{"tools": []}', code=2)
     assert "--template-kwargs: given" in done.output
 
 

@@ -13,6 +13,7 @@ from data_tools.show import parse_documents
 from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import DataError
 from moba_train.tools.text_tokenizer import load_tokenizer
+from tests.commands import run_app
 
 TEXTS = ["first text", "second", "third", "the fourth", "last"]
 
@@ -30,9 +31,7 @@ def corpus(tmp_path: Path, tokenizer: str) -> str:
 
 
 def show(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["show", *arguments])
-    assert done.exit_code == 0, done.output
-    return done.output
+    return run_app(app, "show", *arguments).output
 
 
 def test_documents_are_shown_with_their_lengths_by_the_tokenizer_beside_the_corpus(corpus: str) -> None:
@@ -62,16 +61,14 @@ def test_another_tokenizer_is_named(corpus: str, tmp_path: Path, tokenizer: str)
     (tmp_path / "c.json").write_text(
         json.dumps(json.loads((tmp_path / "c.json").read_text()) | {"tokenizer_sha256": "0"})
     )
-    done = CliRunner().invoke(app, ["show", corpus])
-    assert done.exit_code == 2
+    done = run_app(app, "show", corpus, code=2)
     assert "was made with tok.model, which is not beside it; give --tokenizer" in done.output
     assert f"warning: {tokenizer} did not make this corpus" in show(corpus, "--tokenizer", tokenizer)
     (tmp_path / "c.json").unlink()
     assert "does not say which tokenizer made it" in CliRunner().invoke(app, ["show", corpus]).output
     with IndexedDatasetWriter(corpus, np.uint16) as writer:
         writer.add_document([1, 2, 999])
-    done = CliRunner().invoke(app, ["show", corpus, "-t", tokenizer])
-    assert done.exit_code == 2
+    done = run_app(app, "show", corpus, "-t", tokenizer, code=2)
     assert "document 0 has token id 999 at offset 2, but the tokenizer has 320 ids" in done.output
     assert tokenizer_hash(tokenizer)
 

@@ -10,6 +10,7 @@ from data_tools.cli import app
 from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.stats import DISTANCES, effective_sparsity, length_histogram, repeat_shares
 from moba_train.data.indexed import IndexedDataset
+from tests.commands import run_app
 
 
 def test_histogram_counts_every_document_and_token_once() -> None:
@@ -50,8 +51,7 @@ def test_stats_prints_tables_and_draws_the_plot(tmp_path: Path) -> None:
     assert "documents <= 4" in result.output
     assert "35.7%" in result.output  # 5 of 14 tokens are in documents of up to 4
     assert "a (3 documents)" in (tmp_path / "a.html").read_text()
-    refused = CliRunner().invoke(app, ["stats", prefixes[0], "--plot", str(tmp_path / "a.svg")])
-    assert refused.exit_code == 2
+    refused = run_app(app, "stats", prefixes[0], "--plot", tmp_path / "a.svg", code=2)
     assert "must end in .html" in refused.stderr
 
 
@@ -61,8 +61,7 @@ def test_lengths_are_written_as_in_recipes(tmp_path: Path) -> None:
     command = ["stats", str(tmp_path / "a"), "--topk", "1", "--block-size"]
     assert "documents <= 4,096" in CliRunner().invoke(app, [*command, "4K"]).output
     for wrong in ("4Q", "0", "-4K"):
-        refused = CliRunner().invoke(app, [*command, wrong])
-        assert refused.exit_code == 2
+        refused = run_app(app, *command, wrong, code=2)
         assert "--block-size" in refused.output
 
 

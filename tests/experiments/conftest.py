@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from typer.testing import CliRunner
 
 from experiments import run_arm, schedule
 from moba_train.tools.cli import app
 from moba_train.train import main as train
+from tests.commands import run_app
 
 T = TypeVar("T")
 
@@ -41,8 +41,7 @@ def start_here(command: list[str], environment: Mapping[str, str], log: Path) ->
     if "moba_train.train" in command:
         assert train([command[command.index("moba_train.train") + 1]]) == 0
     else:
-        result = CliRunner().invoke(app, command[command.index("moba_train.tools.cli") + 1 :])
-        assert result.exit_code == 0, result.output
+        run_app(app, *command[command.index("moba_train.tools.cli") + 1 :])
 
 
 @pytest.fixture

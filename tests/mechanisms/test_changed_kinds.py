@@ -15,6 +15,7 @@ from moba_train.registry import ATTENTION_KINDS
 from moba_train.run.recipe_changes import recipe_changes
 from moba_train.tools.cli import app
 from moba_train.train import main
+from tests.commands import run_app
 from tests.forked import run_processes
 from tests.run.faults import inject, overflow
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
@@ -351,14 +352,12 @@ def test_a_trained_model_is_evaluated_without_a_kind_that_an_override_takes_away
     command = ["eval", str(trained.run_dir), "--tasks", "validation_loss"]
 
     def loss(*arguments: str) -> str:
-        result = CliRunner().invoke(app, [*command, *arguments])
-        assert result.exit_code == 0, result.output
+        result = run_app(app, *command, *arguments)
         (line,) = [line for line in result.output.splitlines() if line.startswith("full ")]
         return line
 
     assert loss("stages.0.attention.overrides={}", "stages.0.attention.default=full") == loss("--attention", "full")
-    refused = CliRunner().invoke(app, [*command, "stages.0.attention.default=seer"])
-    assert refused.exit_code == 2
+    refused = run_app(app, *command, "stages.0.attention.default=seer", code=2)
     assert "attention.seer.k_weight: not in the checkpoint" in " ".join(refused.output.split())
 
 

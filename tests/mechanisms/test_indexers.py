@@ -19,16 +19,8 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.gates import grid
 from moba_train.tools.convert.hf_export import layer_problem
-from tests.attention.kind_checks import (
-    MODEL,
-    Layer,
-    kept_bytes,
-    make_layer,
-    results,
-    run_layer,
-    token_bytes,
-)
-from tests.mechanisms.test_distilled_gates import assert_same_results, chosen, document_attention, kl, rotated
+from tests.attention.kind_checks import MODEL, Layer, kept_bytes, make_layer, results, run_layer, token_bytes
+from tests.mechanisms.test_distilled_gates import assert_learns, chosen, document_attention, kl, rotated
 
 LENGTHS = [12, 0, 1, 27]
 QSA = {"block_size": 4, "topk": 3, "index_dim": 6}
@@ -158,7 +150,8 @@ def test_outputs_divergences_and_every_gradient_are_those_of_the_oracle(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(grid._SCORES_PER_CHUNK, "cpu", 150)  # several chunks, of rows and of blocks
-    assert_same_results(make_layer(name, options, LENGTHS), oracle)
+    layer = make_layer(name, options, LENGTHS)
+    torch.testing.assert_close(results(layer), results(layer, oracle), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["qsa", "indexer"])
@@ -168,7 +161,8 @@ def test_other_groups_of_heads(name: str, kv_heads: int) -> None:
     options: dict[str, Any] = {"block_size": 5, "topk": 2, "index_dim": 8}
     if name == "indexer":
         options |= FREE | {"index_heads": 2, "coarse": {"block_size": 5, "blocks": 3}}
-    assert_same_results(make_layer(name, options, [17, 4], model=model), oracle)
+    layer = make_layer(name, options, [17, 4], model=model)
+    torch.testing.assert_close(results(layer), results(layer, oracle), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +179,7 @@ def test_with_every_block_it_is_full_attention(name: str, options: dict[str, Any
     got = results(layer, lambda layer: run_layer(layer)[:1])
     want = results(full)
     torch.testing.assert_close(got[0][0], want[0][0], rtol=0, atol=1e-12)
-    for gradient, expected in zip(got[1], want[1], strict=True):
-        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got[1], want[1], rtol=0, atol=1e-12)
 
 
 def test_a_later_token_changes_nothing_that_the_indexer_learns_before_it() -> None:
@@ -204,25 +197,14 @@ def test_a_later_token_changes_nothing_that_the_indexer_learns_before_it() -> No
 
 @pytest.mark.parametrize("case", ["qsa warmup", "heads warmup"])
 def test_steps_along_the_gradient_bring_the_indexer_to_the_attention(case: str) -> None:
-    layer = make_layer(*CASES[case], LENGTHS)
-    optimizer = torch.optim.Adam(layer.parameters.parameters(), lr=0.03)
-    losses = []
-    for _ in range(25):
-        optimizer.zero_grad()
-        loss = run_layer(layer)[1].mean()
-        loss.backward(inputs=list(layer.parameters.parameters()))
-        optimizer.step()
-        losses.append(loss.item())
-    assert 0 < losses[-1] < 0.6 * losses[0]
+    assert_learns(make_layer(*CASES[case], LENGTHS))
 
 
 @pytest.mark.parametrize("case", ["qsa sparse", "all"])
 def test_compiled_layers_give_equal_numbers(case: str) -> None:
     layer = make_layer(*CASES[case], LENGTHS)
     compiled = torch.compile(run_layer, backend="aot_eager")
-    for got, want in zip(results(layer, compiled), results(layer), strict=True):
-        for ours, theirs in zip(*(x.values() if isinstance(x, dict) else x for x in (got, want)), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(results(layer, compiled), results(layer), rtol=0, atol=1e-12)
 
 
 def kind_with(name: str, options: dict[str, Any]) -> Any:

@@ -27,6 +27,7 @@ from moba_train.tools.convert.adapters import export_adapters
 from moba_train.tools.convert.hf import export_to_hf
 from moba_train.tools.plan.command import print_start_warnings
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
+from tests.commands import run_app
 from tests.memory.test_memory import config as of_model
 from tests.memory.test_memory import planned
 from tests.resolve.refusals import assert_refused
@@ -317,8 +318,7 @@ def test_adapters_are_exported_when_their_base_has_moved(
         assert "convert: --init-from FOLDER" in refused.stderr
         for command, before in zip(("moba-to-hf", "moba-to-peft"), exported[:2], strict=True):
             options = ["--init-from", str(moved)] + (["--dtype", "float32"] if command == "moba-to-hf" else [])
-            done = CliRunner().invoke(app, ["convert", command, str(checkpoint), str(tmp_path / command), *options])
-            assert done.exit_code == 0, done.output
+            run_app(app, "convert", command, checkpoint, tmp_path / command, *options)
             (name,) = (path.name for path in before.glob("*.safetensors"))
             assert (tmp_path / command / name).read_bytes() == (before / name).read_bytes()
     finally:

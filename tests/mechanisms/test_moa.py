@@ -22,14 +22,7 @@ from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.tools.convert.hf_export import layer_entry, layer_problem
 from moba_train.tools.hf.config import parse_layer
 from moba_train.tools.needle.answers import SelectedBlocks
-from tests.attention.kind_checks import (
-    MODEL,
-    Layer,
-    Results,
-    make_layer,
-    results,
-    run_layer,
-)
+from tests.attention.kind_checks import MODEL, Layer, make_layer, results, run_layer
 
 LENGTHS = [12, 0, 1, 61]
 MIXED: dict[str, Any] = {
@@ -78,23 +71,13 @@ def oracle(layer: Layer, sizes: Sequence[int]) -> list[torch.Tensor]:
     return [torch.einsum("hts,shd->thd", weights, layer.v.repeat_interleave(2, 1))]
 
 
-def flat(found: Results) -> list[torch.Tensor]:
-    outputs, inputs, parameters = found
-    return [*outputs, *inputs, *parameters.values()]
-
-
-def assert_equal(got: Results, want: Results, atol: float = 1e-12) -> None:
-    for one, other in zip(flat(got), flat(want), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=atol)
-
-
 @pytest.mark.parametrize(("options", "sizes"), [(MIXED, SIZES), (CASES["one"], (4,) * 4)])
 def test_output_and_gradients_are_those_of_the_definition(
     options: dict[str, Any], sizes: tuple[int, int, int, int]
 ) -> None:
     layer = make_layer("moa", options, LENGTHS)
     assert {rule.block_size for rule in layer.kind.options.rules()} == set(sizes)
-    assert_equal(results(layer), results(layer, lambda layer: oracle(layer, sizes)))
+    torch.testing.assert_close(results(layer), results(layer, lambda layer: oracle(layer, sizes)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("options", "sizes"), [(MIXED, SIZES), (CASES["one"], (4,) * 4)])
@@ -125,7 +108,7 @@ def test_few_heads_at_a_time_give_the_numbers_of_all_together(monkeypatch: pytes
     groups = layer.kind.attentions[0]._head_groups(small, layer.k, layer.layout)
     assert [(group.heads, group.kv_heads) for group in groups] == [((0, 1), (0,)), ((2, 3), (1,))]
     monkeypatch.setattr(moa_attention.SpanAttention, "_head_groups", lambda *_: groups)
-    assert_equal(results(layer), want)
+    torch.testing.assert_close(results(layer), want, rtol=0, atol=1e-12)
 
 
 def test_spans_that_hold_the_document_are_full_attention() -> None:
@@ -134,10 +117,9 @@ def test_spans_that_hold_the_document_are_full_attention() -> None:
     for options in ({"alpha": 0, "beta": 1.0}, {"alpha": 61}, {"alpha": (131_072, 64, 61, -5), "beta": (0, 0, 0.5, 1)}):
         got = results(make_layer("moa", {"block_size": 4, **options}, LENGTHS))
         exact = not isinstance(options["alpha"], tuple)
-        for one, other in zip(flat(got), flat(full), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0 if exact else 1e-12)
+        torch.testing.assert_close(got, full, rtol=0, atol=0 if exact else 1e-12)
     kernels = {"alpha": 61, "block_size": 4, "backend": "reference"}
-    assert_equal(results(make_layer("moa", kernels, LENGTHS)), full)
+    torch.testing.assert_close(results(make_layer("moa", kernels, LENGTHS)), full, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("lengths", [[0, 0], [1]])
@@ -163,7 +145,8 @@ def test_new_tokens_may_attend_to_everything() -> None:
 
 def test_compiled_layers_give_equal_numbers() -> None:
     layer = make_layer("moa", MIXED, LENGTHS)
-    assert_equal(results(layer, torch.compile(run_layer, backend="aot_eager")), results(layer))
+    compiled = torch.compile(run_layer, backend="aot_eager")
+    torch.testing.assert_close(results(layer, compiled), results(layer), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [1], [61, 12, 0, 1], [64], [256, 130, 4]])

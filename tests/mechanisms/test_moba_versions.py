@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
 from moba_train.errors import ConfigError
 from moba_train.tools.cli import app
+from tests.commands import run_app
 from tests.resolved import check, plan_of
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks
@@ -65,10 +65,8 @@ def test_its_plan_evaluation_and_export(finished: Run, tmp_path: Path) -> None:
     assert plan.parameters.attention_kinds == 16 * 3 + cross
     tensors = checkpoint_tensors(finished.newest_checkpoint)
     assert plan.parameters.total == sum(x.numel() for name, x in tensors.items() if name.startswith("model."))
-    result = CliRunner().invoke(app, ["eval", str(finished.run_dir)])
-    assert result.exit_code == 0, result.output
-    result = CliRunner().invoke(app, ["convert", "moba-to-hf", str(finished.run_dir), str(tmp_path / "out")])
-    assert result.exit_code == 2
+    result = run_app(app, "eval", finished.run_dir)
+    result = run_app(app, "convert", "moba-to-hf", finished.run_dir, tmp_path / "out", code=2)
     assert "kind 'moba' has 48 parameters in a layer" in result.output
     assert f"kind 'moba_v05' has {cross} parameters in a layer" in result.output
 

@@ -1,6 +1,6 @@
 """Native Sparse Attention against the paper written out query by query, in float64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -22,12 +22,12 @@ from moba_train.mechanisms.nsa.nsa_kind import Compression, NsaKind, NsaOptions
 from moba_train.mechanisms.nsa.selection import BlockChoice
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.strategy import CPStrategy
-from tests.attention.helpers import labelled, ranges
+from tests.attention.helpers import ranges
 from tests.attention.kind_checks import (
     MODEL,
     Layer,
-    Results,
     assert_ranks_equal_one_device,
+    flat,
     in_16_bits,
     kept_bytes,
     make_layer,
@@ -135,24 +135,12 @@ def softmax(q: Tensor, k: Tensor) -> Tensor:
     return (k @ q / q.shape[-1] ** 0.5).softmax(0)
 
 
-def flat(found: Results) -> Iterator[tuple[str, Tensor]]:
-    outputs, inputs, parameters = found
-    yield "output", outputs[0]
-    yield from zip("xqkv", inputs, strict=True)
-    yield from parameters.items()
-
-
-def assert_equal(got: Results, want: Results, atol: float = 1e-11) -> None:
-    for (name, a), (_, b) in zip(flat(got), flat(want), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=labelled(name))
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 def test_output_and_every_gradient_are_the_papers(options: dict[str, Any]) -> None:
     layer = make_layer("nsa", options, LENGTHS)
     found = results(layer)
-    assert_equal(found, results(layer, paper))
-    assert all(gradient.abs().max() > 1e-6 for _, gradient in flat(found))
+    torch.testing.assert_close(found, results(layer, paper), rtol=0, atol=1e-11)
+    assert all(gradient.abs().max() > 1e-6 for gradient in flat(found))
 
 
 def test_heads_may_be_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +150,7 @@ def test_heads_may_be_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch)
     calls: list[int] = []
     monkeypatch.setattr(window, "_ROWS_AT_ONCE", 10)
     monkeypatch.setattr(layer.kind.compressed.rows, "attend", counted(layer.kind.compressed.rows.attend, calls))
-    assert_equal(results(layer), want)
+    torch.testing.assert_close(results(layer), want, rtol=0, atol=1e-11)
     assert calls == [1, 1]
 
 
@@ -177,7 +165,7 @@ def counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any
 def test_own_projections_have_the_layers_bias_and_norm() -> None:
     model = MODEL.model_copy(update={"qkv_bias": True, "qk_norm": True})
     layer = make_layer("nsa", SMALL, [20, 7], model=model)
-    assert_equal(results(layer), results(layer, paper))
+    torch.testing.assert_close(results(layer), results(layer, paper), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("branch", [1, 2], ids=["selected", "window"])
@@ -253,7 +241,7 @@ def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch: pytest.Monkey
 def test_compiled_and_recomputed_layers_give_equal_numbers() -> None:
     layer = make_layer("nsa", SMALL, LENGTHS)
     want = results(layer)
-    assert_equal(results(layer, torch.compile(run_layer, backend="aot_eager")), want, atol=1e-12)
+    torch.testing.assert_close(results(layer, torch.compile(run_layer, backend="aot_eager")), want, rtol=0, atol=1e-12)
 
     def recomputed(layer: Layer) -> list[Tensor]:
         def contexts() -> Any:
@@ -261,7 +249,7 @@ def test_compiled_and_recomputed_layers_give_equal_numbers() -> None:
 
         return checkpoint(run_layer, layer, use_reentrant=False, context_fn=contexts)
 
-    assert_equal(results(layer, recomputed), want, atol=0)
+    torch.testing.assert_close(results(layer, recomputed), want, rtol=0, atol=0)
 
 
 LIMITS = [

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
 from moba_train.errors import ConfigError
 from moba_train.model.build import build_model
 from moba_train.tools.cli import app
+from tests.commands import run_app
 from tests.resolved import check, plan_of, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks, train_traced
@@ -34,8 +34,7 @@ def test_a_run_resumes_bitwise_and_is_not_exported(tmp_path: Path, corpora: Path
     assert resumed.losses() == whole.losses()
     assert whole.losses()[-1] < whole.losses()[6] - 0.1
     assert_same_tensors(resumed.newest_checkpoint, whole.newest_checkpoint)
-    result = CliRunner().invoke(app, ["convert", "moba-to-hf", str(whole.run_dir), str(tmp_path / "out")])
-    assert result.exit_code == 2
+    result = run_app(app, "convert", "moba-to-hf", whole.run_dir, tmp_path / "out", code=2)
     assert "kind 'nsa' has 2922 parameters in a layer" in result.output
 
 

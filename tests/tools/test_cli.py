@@ -18,6 +18,7 @@ from moba_train.environment import code_version, describe_code, import_problem
 from moba_train.tools.cli import app
 from moba_train.tools.cli_options import table_console
 from moba_train.tools.environment import OPTIONAL_PACKAGES
+from tests.commands import run_app
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/models/tiny.yaml"
@@ -68,24 +69,19 @@ def test_no_metavar_is_the_name_of_its_option_in_capitals() -> None:
 
 
 def test_version_names_the_commit() -> None:
-    result = runner.invoke(app, ["--version"])
-    assert result.exit_code == 0
+    result = run_app(app, "--version")
     assert result.stdout == f"{describe_code(code_version())}\n"
     assert result.stdout.startswith(f"moba_train {__version__}")
 
 
 def test_plan_prints_the_layout_and_what_it_costs(recipe: Path) -> None:
-    done = runner.invoke(
-        app, ["plan", str(recipe), "stages.0.tokens=2M", "--gpus", "4", "--tflops", "989", "--no-data"]
-    )
-    assert done.exit_code == 0, done.output
+    done = run_app(app, "plan", recipe, "stages.0.tokens=2M", "--gpus", "4", "--tflops", "989", "--no-data")
     for part in ("4 GPUs: dp_replicate 1 x dp_shard 4", "1,311,872", "65,536", "4 moba", "dense causal", "optimizer"):
         assert part in done.output, part
 
 
 def test_a_users_mistake_is_a_message_and_exit_code_2(recipe: Path) -> None:
-    done = runner.invoke(app, ["plan", str(recipe), "model.kv_heads=3", "--gpus", "5", "--no-data"])
-    assert done.exit_code == 2
+    done = run_app(app, "plan", recipe, "model.kv_heads=3", "--gpus", "5", "--no-data", code=2)
     assert "error: 2 problems in the configuration" in done.stderr
     assert "model.kv_heads: given 3" in done.stderr
     assert "5 data-parallel ranks" in done.stderr
@@ -107,8 +103,7 @@ def test_a_users_mistake_is_a_message_and_exit_code_2(recipe: Path) -> None:
     ],
 )
 def test_a_value_out_of_range_is_named_once(arguments: list[str], given: str) -> None:
-    done = runner.invoke(app, arguments)
-    assert done.exit_code == 2
+    done = run_app(app, *arguments, code=2)
     assert done.stderr.count(f"given {given}; ") == 1 or f"{given} is not in the range" in done.stderr
 
 
@@ -116,8 +111,7 @@ def test_a_value_out_of_range_is_named_once(arguments: list[str], given: str) ->
 def test_a_file_in_place_of_an_output_folder_is_refused_before_the_work(tmp_path: Path, command: str) -> None:
     (tmp_path / "file").touch()
     for output in ("file", "file/inside"):
-        done = runner.invoke(app, [command, str(tmp_path), "--output", str(tmp_path / output)], env={"COLUMNS": "500"})
-        assert done.exit_code == 2
+        done = run_app(app, command, tmp_path, "--output", tmp_path / output, code=2, env={"COLUMNS": "500"})
         assert (
             f"--output: given {tmp_path / output}; allowed: a folder, and {tmp_path / 'file'} is a file" in done.stderr
         )
@@ -129,8 +123,7 @@ def test_a_bug_of_ours_keeps_its_traceback(recipe: Path, monkeypatch: pytest.Mon
 
 
 def test_config_prints_yaml_that_loads_back(recipe: Path, tmp_path: Path) -> None:
-    done = runner.invoke(app, ["config", str(recipe), "seed=7"])
-    assert done.exit_code == 0
+    done = run_app(app, "config", recipe, "seed=7")
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(done.output)
     assert load_config(resolved) == load_config(recipe, ["seed=7"])
@@ -146,8 +139,7 @@ def test_a_recipe_that_asks_for_a_missing_package_is_refused_before_training(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moba_train.tools.sinks.wandb.find_spec", lambda name: None)
-    done = runner.invoke(app, ["plan", str(recipe), "telemetry.wandb.mode=offline"])
-    assert done.exit_code == 2
+    done = run_app(app, "plan", recipe, "telemetry.wandb.mode=offline", code=2)
     assert (
         "telemetry.wandb: given mode 'offline', but the package wandb is not installed; "
         "pip install wandb, or set telemetry.wandb.mode=disabled"
@@ -156,8 +148,7 @@ def test_a_recipe_that_asks_for_a_missing_package_is_refused_before_training(
 
 def test_env_reports_every_optional_package_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moba_train.tools.environment.import_problem", lambda features: "ModuleNotFoundError: gone")
-    done = runner.invoke(app, ["env"], env={"COLUMNS": "300"})
-    assert done.exit_code == 0
+    done = run_app(app, "env", env={"COLUMNS": "300"})
     for package in OPTIONAL_PACKAGES:
         assert package.name in done.output
         assert package.gives in done.output

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.checkpoint.manifest import FORMAT_VERSION, MANIFEST, META, hash_file, write_json
@@ -21,6 +20,7 @@ from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.evaluated_recipe import check_tokenizer, evaluated_setting
 from moba_train.tools.saved_recipe import Training, open_checkpoint, saved_training
 from moba_train.train import main
+from tests.commands import run_app
 from tests.evals.setting import stage_setting
 from tests.resolved import check
 from tests.run import test_pipeline_training, test_tensor_training
@@ -75,9 +75,7 @@ def run(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def evaluate(*arguments: object, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["eval", *map(str, arguments)])
-    assert done.exit_code == code, done.output
-    return done.output
+    return run_app(app, "eval", *arguments, code=code).output
 
 
 def results(run: Path) -> dict[str, dict[str, Any]]:

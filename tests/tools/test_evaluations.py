@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 import moba_train
 from data_tools.corpus_writer import IndexedDatasetWriter
@@ -44,6 +43,7 @@ from moba_train.tools.ruler.ruler import Ruler
 from moba_train.tools.ruler.ruler_tasks import TASKS
 from moba_train.tools.tasks.longtasks import LongTasks
 from moba_train.train import main
+from tests.commands import run_app
 from tests.evals.setting import stage_setting
 from tests.resolved import check, stages_of
 from tests.small_recipe import Load
@@ -263,8 +263,7 @@ def test_a_new_evaluation_runs_in_training_ends_a_stage_and_is_part_of_eval(
     assert [step for step, _ in exits] == [2, 3]
     assert exits[-1][1] == "criterion met: left 1.0000, wanted: at most 1"
 
-    done = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "--output", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    done = run_app(app, "eval", tmp_path / "run", "--output", tmp_path)
     assert "left: 0" in done.output
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert written["countdown"] == {"ranks": 1, "attentions": ["moba", "full"]}

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
-from typer.testing import CliRunner
 
 from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
@@ -21,6 +20,7 @@ from moba_train.tools.generate import generate_text
 from moba_train.tools.inference.corpus_marks import CorpusMarks
 from moba_train.tools.text_tokenizer import load_text_tokenizer, load_tokenizer
 from moba_train.train import main
+from tests.commands import run_app
 from tests.guide import ROOT, blocks
 from tests.noting import noting
 from tests.resolved import spec_of, stages_of
@@ -91,8 +91,7 @@ def run(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def generated(run: Path, *arguments: object, code: int = 0, stdin: str | bytes = "") -> tuple[str, str]:
     """(stdout, stderr) of the command, eight tokens long."""
-    done = CliRunner().invoke(app, ["generate", str(run), "--max-new-tokens", "8", *map(str, arguments)], input=stdin)
-    assert done.exit_code == code, done.output
+    done = run_app(app, "generate", run, "--max-new-tokens", "8", *arguments, code=code, input=stdin)
     return done.stdout, done.stderr
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import yaml
-from typer.testing import CliRunner
 
 from moba_train.config.health import HealthConfig, SpikeConfig
 from moba_train.data.indexed import IndexedDataset
 from moba_train.health.dump import GATE, _write, dump_folder
 from moba_train.tools.cli import app
+from tests.commands import run_app
 from tests.run.conftest import skipping
 from tests.run.faults import POISONED
 from tests.run.tiny_run import VOCAB, Run
@@ -34,8 +34,7 @@ def test_the_dump_and_the_log_say_how_the_chosen_blocks_are_spread(
     assert {name: moba[name] for name in GATE} == {
         name.removeprefix("gate_"): value for name, value in spike.items() if name.startswith("gate_")
     }
-    code, output = invoke("inspect-spike", str(run.run_dir))
-    assert code == 0, output
+    output = run_app(app, "inspect-spike", run.run_dir).output
     (row,) = re.findall(r"^ *0 +moba .*$", output, re.MULTILINE)
     assert row.split()[-6:] == [f"{number:.4g}" for number in moba.values()]
 
@@ -43,8 +42,7 @@ def test_the_dump_and_the_log_say_how_the_chosen_blocks_are_spread(
 def test_the_numbers_of_a_dump_are_not_cut_off(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
     """In a file or a pipe, whose width is not known."""
     run, _ = skipping
-    code, output = invoke("inspect-spike", str(run.run_dir))
-    assert code == 0, output
+    output = run_app(app, "inspect-spike", run.run_dir).output
     assert re.search("^ *layer +kind +gradient norm ", output, re.MULTILINE)
     assert "embedding" in output
     assert "…" not in output
@@ -61,23 +59,16 @@ def test_names_with_brackets_are_printed_as_they_are(
         part["source"] = "/data/[old]/one"
     dump_folder(tmp_path).mkdir()
     (dump_folder(tmp_path) / "step_00000036.json").write_text(json.dumps(found))
-    code, output = invoke("inspect-spike", str(tmp_path))
-    assert code == 0, output
+    output = run_app(app, "inspect-spike", tmp_path).output
     assert "stage a[/b], " in output
     assert "/data/[old]/one document" in output
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.output
 
 
 def test_inspect_spike_shows_the_documents_of_the_batch_the_worst_first(
     skipping: tuple[Run, list[tuple[int, bool]]],
 ) -> None:
     run, _ = skipping
-    code, output = invoke("inspect-spike", str(run.run_dir))
-    assert code == 0, output
+    output = run_app(app, "inspect-spike", run.run_dir).output
     assert f"step {POISONED}, stage long" in output
     assert "other dumps of this run: 22, 26, 30" in output
     assert "; action: skip " in " ".join(output.split()), "as the event and the dump call it; the reaction is skip_step"
@@ -101,8 +92,7 @@ def test_inspect_spike_decodes_with_the_tokenizer_of_the_run(
     recipe = yaml.safe_load((run.run_dir / "config.yaml").read_text())
     recipe["data"]["tokenizer"] = str(tmp_path / "tok.model")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
-    code, output = invoke("inspect-spike", str(tmp_path), "--documents", "1")
-    assert code == 0, output
+    output = run_app(app, "inspect-spike", tmp_path, "--documents", "1").output
     source, document, start, stop = re.findall(r"(\S+) document (\d+) tokens (\d+):(\d+)", output)[0]
     ids = IndexedDataset(source).document(int(document), int(start), int(stop)).tolist()
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tok.model"))
@@ -120,18 +110,15 @@ def test_inspect_spike_decodes_with_a_tokenizer_json_too(
     recipe = yaml.safe_load((run.run_dir / "config.yaml").read_text())
     recipe["data"]["tokenizer"] = str(tmp_path / "tokenizer.json")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
-    code, output = invoke("inspect-spike", str(tmp_path), "--documents", "1")
-    assert code == 0, output
+    output = run_app(app, "inspect-spike", tmp_path, "--documents", "1").output
     assert re.search(r"word\d+ word\d+", output)
 
 
 def test_a_dump_that_is_not_there_is_refused(skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path) -> None:
     run, _ = skipping
-    code, output = invoke("inspect-spike", str(run.run_dir), "--step", "7")
-    assert code == 2
+    output = run_app(app, "inspect-spike", run.run_dir, "--step", "7", code=2).output
     assert "22, 26, 30, 36" in output
-    code, output = invoke("inspect-spike", str(tmp_path))
-    assert code == 2
+    output = run_app(app, "inspect-spike", tmp_path, code=2).output
     assert "spikes" in output
 
 
@@ -152,8 +139,7 @@ def test_a_dump_that_cannot_be_read_is_named_with_what_is_wrong(
     path = dump_folder(tmp_path) / f"step_{POISONED:08d}.json"
     path.write_text(change(path.read_text()))
     (path.parent / "step_of_mine.json").write_text("{}")
-    code, output = invoke("inspect-spike", str(tmp_path))
-    assert code == 2
+    output = run_app(app, "inspect-spike", tmp_path, code=2).output
     assert f"{path.name} {message}" in output
 
 
@@ -163,8 +149,7 @@ def test_a_disk_that_fills_up_leaves_no_half_dump(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "fsync", full)
     _write(dump_folder(tmp_path) / "step_00000022.json", {"step": 22})
-    code, output = invoke("inspect-spike", str(tmp_path))
-    assert code == 2
+    output = run_app(app, "inspect-spike", tmp_path, code=2).output
     assert "holds no dumps" in output
 
 
@@ -174,8 +159,7 @@ def test_what_the_guide_says_about_spikes_works(skipping: tuple[Run, list[tuple[
     commands = re.findall(r"^moba-train (inspect-spike [^#\n]*)", guide, re.MULTILINE)
     assert commands
     for command in commands:
-        code, output = invoke(*command.replace("RUN", str(run.run_dir)).split())
-        assert code == 0, output
+        run_app(app, *command.replace("RUN", str(run.run_dir)).split())
     (recipe,) = re.findall(r"```yaml\n(health:\n  spike:.*?)```", guide, re.DOTALL)
     spike = HealthConfig.model_validate(yaml.safe_load(recipe)["health"]).spike
     assert spike == SpikeConfig(reaction="rollback")

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
 from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.train_tokenizer import train_tokenizer
@@ -35,6 +34,7 @@ from moba_train.tools.saved_recipe import open_checkpoint
 from moba_train.tools.tasks.metrics import found_share
 from moba_train.tools.text_tokenizer import load_tokenizer
 from moba_train.train import main
+from tests.commands import run_app
 from tests.noting import noting
 from tests.tools.questions import Reader, context, recipe
 
@@ -145,8 +145,7 @@ def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(run: Path, *arguments: object, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["lm-eval", str(run), *map(str, arguments)])
-    assert done.exit_code == code, done.output
+    done = run_app(app, "lm-eval", run, *arguments, code=code)
     return done.output if code else done.stdout
 
 
@@ -166,12 +165,11 @@ def native(run: Path, seq_len: int, folder: Path, attention: str = "full", **opt
     from moba_train.evals.evaluation import variants
     from moba_train.model.build import build_attention
     from moba_train.tools.evaluate import load_on_this_machine
-    from moba_train.tools.evaluated_recipe import open_for_lm_eval
+    from moba_train.tools.evaluated_recipe import open_to_generate
     from moba_train.tools.lm_eval.language_model import NativeLM
-    from moba_train.tools.lm_eval.options import LmEvalOptions
     from moba_train.tools.lm_eval.run import open_hf_tokenizer
 
-    saved, roots = open_for_lm_eval(run, LmEvalOptions(tasks=()))
+    saved, roots = open_to_generate(run, None, ())
     model = load_on_this_machine(saved)
     if attention == "full":
         full = variants(saved.stage.attention, saved.stage.attention, "full")["full"]
@@ -412,8 +410,7 @@ def test_an_export_with_code_scores_and_writes_as_its_checkpoint(
         command(place, "--tasks", "col*", "--include-path", tmp_path, "--output", tmp_path / place.name)
         scores.append(json.loads((tmp_path / place.name / "evaluation.json").read_text())["numbers"])
         options = ["--prompt", TEXTS[1], "--max-new-tokens", "12", "--temperature", "0"]
-        done = CliRunner().invoke(app, ["generate", str(place), *options])
-        assert done.exit_code == 0, done.output
+        done = run_app(app, "generate", place, *options)
         texts.append(done.stdout)
     assert scores[0] == scores[1]
     assert texts[0] == texts[1]

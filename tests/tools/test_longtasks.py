@@ -7,13 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from moba_train.attention.layout import Layout
-from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError, DataError
-from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
 from moba_train.tools.needle.answers import generated_answers
 from moba_train.tools.report.chart import shown
@@ -25,7 +20,7 @@ from moba_train.tools.tasks.made import MADE
 from moba_train.tools.text_tokenizer import load_tokenizer
 from tests.evals.setting import built, stage_setting
 from tests.resolved import check
-from tests.tools.questions import PROSE, VOCAB, context, recipe
+from tests.tools.questions import PROSE, Reader, context, recipe
 
 LENGTH = 4096
 SAMPLE = {"context": "The fox sleeps.", "question": "Who sleeps?", "answers": ["the fox"], "metric": "f1"}
@@ -180,23 +175,8 @@ def test_recipes_that_cannot_work_are_refused_by_key(
         check(recipe(texts, LENGTH, {"longtasks": section}, **keys))
 
 
-class Answers(Transformer):
+class Answers(Reader):
     """Says what follows the last appearance of the prompt's last word, as far back as `sight` tokens."""
-
-    def __init__(self, config: RunConfig, sight: int) -> None:
-        super().__init__(config.model)
-        self.tokenizer = load_tokenizer(str(config.data.tokenizer))
-        self.sight = sight
-        self.seen: list[int] = []
-
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, rows_n: Tensor | None = None) -> Tensor:
-        rows_n = torch.arange(len(tokens_T)) if rows_n is None else rows_n
-        self.seen = tokens_T.tolist() if positions_T[0] == 0 else self.seen + tokens_T.tolist()
-        first = len(self.seen) - len(tokens_T)
-        logits = torch.zeros(len(rows_n), VOCAB)
-        for place, row in enumerate(rows_n.tolist()):
-            logits[place, self.next_token(self.seen[max(0, first + row + 1 - self.sight) : first + row + 1])] = 1
-        return logits
 
     def next_token(self, read: list[int]) -> int:
         """Tokens of the value whose key is asked for, with a new line behind them."""

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.layout import TokenRange
@@ -29,6 +28,7 @@ from moba_train.tools.needle.needle import Needle, NeedleTexts
 from moba_train.tools.needle.options import NeedleConfig
 from moba_train.tools.text_tokenizer import load_tokenizer
 from moba_train.train import main
+from tests.commands import run_app
 from tests.evals.setting import built
 from tests.resolved import check, stages_of
 from tests.tools.questions import Reader, context, recipe, recipe_texts
@@ -291,8 +291,7 @@ def test_a_checkpoint_that_is_evaluated_at_another_length_keeps_its_trained_leng
     assert main([str(tmp_path / "recipe.yaml")]) == 0
     command = ["eval", str(tmp_path / "run"), "--tasks", "needle,ruler", "--seq-len", "1K"]
     sizes = ["evaluation.needle.samples=1", "evaluation.ruler.samples=1", "evaluation.ruler.tasks=[vt]"]
-    done = CliRunner().invoke(app, [*command, *sizes, "--output", str(tmp_path / "out")])
-    assert done.exit_code == 0, done.output
+    done = run_app(app, *command, *sizes, "--output", tmp_path / "out")
     assert done.stdout.count("; trained on 64 tokens") == 2
     measured = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     lengths = {measured["needle"]["trained_length"], measured["ruler"]["trained_length"], measured["trained_seq_len"]}

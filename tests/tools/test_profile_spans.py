@@ -23,6 +23,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.tools.cli import app
 from moba_train.tools.profile_spans import _influences
 from moba_train.train import main
+from tests.commands import run_app
 from tests.resolved import check, stages_of
 from tests.tools.test_eval_command import write_corpus
 
@@ -161,15 +162,12 @@ def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resume
     whole = continued(tmp_path / "whole", spans)
     assert main([str(whole)]) == 0
     runs = [tmp_path / "sparse", tmp_path / "whole" / "sparse"]
-    result = CliRunner().invoke(app, ["compare", *map(str, runs)])
-    assert result.exit_code == 0, result.output
+    result = run_app(app, "compare", *runs)
     text = spans.read_text().partition("attention:\n")[2]
-    result = CliRunner().invoke(app, ["eval", "runs/test", "--attention", "own", f"attention={text}"])
-    assert result.exit_code == 0, result.output
+    result = run_app(app, "eval", "runs/test", "--attention", "own", f"attention={text}")
     assert "moa " in result.output
     spans.unlink()  # a checkpoint has them in its own recipe
-    result = CliRunner().invoke(app, ["eval", str(runs[0]), "--attention", "own"])
-    assert result.exit_code == 0, result.output
+    result = run_app(app, "eval", runs[0], "--attention", "own")
     assert "moa" in result.output
 
 

@@ -10,6 +10,7 @@ from moba_train.checkpoint import manifest
 from moba_train.checkpoint.retention import Retention
 from moba_train.strict_json import from_json
 from moba_train.tools.cli import app
+from tests.commands import run_app
 from tests.forked_program import ForkedProgram
 from tests.run.tiny_run import Run
 
@@ -76,10 +77,7 @@ def test_ranks_evaluate_one_checkpoint_although_each_finds_another(trained: Run,
     program = ForkedProgram([*torchrun, "eval", str(trained.run_dir), "--output", str(tmp_path)], tmp_path / "output")
     output, _ = program.communicate(timeout=120)
     assert program.returncode == 0, output
-    alone = CliRunner().invoke(
-        app, ["eval", str(trained.run_dir / "checkpoints/step_00000008"), "--output", str(tmp_path / "alone")]
-    )
-    assert alone.exit_code == 0, alone.output
+    run_app(app, "eval", trained.run_dir / "checkpoints/step_00000008", "--output", tmp_path / "alone")
     ours, theirs = (from_json((folder / "evaluation.json").read_text()) for folder in (tmp_path, tmp_path / "alone"))
     assert ours["step"] == theirs["step"] == 8
     assert ours["numbers"] == pytest.approx(theirs["numbers"], rel=1e-5)

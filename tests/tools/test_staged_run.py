@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from moba_train.tools.cli import app
 from tests import guide
+from tests.commands import run_app
 from tests.run.test_stages import met_at_8, undisturbed
 from tests.run.tiny_run import Run
 from tests.run.trainer_ranks import Ranks, run_command
@@ -19,8 +20,7 @@ __all__ = ["met_at_8", "undisturbed"]
 def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) -> None:
     """The last stage has full attention only: MoBA is the recipe's."""
     arguments = ["eval", str(undisturbed.run_dir), "--output", str(tmp_path)]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+    done = run_app(app, *arguments)
     written = json.loads((tmp_path / "evaluation.json").read_text())
     (wanted,) = (record for record in undisturbed.records("position_wise") if record["step"] == 12)
     assert written["position_wise"]["curves"]["full"]["mean"] == pytest.approx(
@@ -32,8 +32,7 @@ def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) 
     only = CliRunner().invoke(app, [*arguments[:2], "--attention", "own", "--bucket", "64", "--sequences", "2"])
     assert "64 to 128" in only.output
     assert "full" not in only.output
-    refused = CliRunner().invoke(app, [*arguments[:2], "--bucket", "48"])
-    assert refused.exit_code == 2
+    refused = run_app(app, *arguments[:2], "--bucket", "48", code=2)
     assert "evaluation.position_wise.bucket: given 48, which does not divide" in refused.output
 
 

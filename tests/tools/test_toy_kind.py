@@ -4,23 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moba_train.tools.cli import app
+from tests.commands import run_app
 from tests.run.test_toy_kind import finished, own_ranks, registered
 from tests.run.tiny_run import Run
 
 __all__ = ["finished", "own_ranks", "registered"]
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.output
-
-
 def test_evaluation_repeats_the_runs_own_number(finished: Run) -> None:
-    code, output = invoke("eval", str(finished.run_dir))
-    assert code == 0, output
+    output = run_app(app, "eval", finished.run_dir).output
     (line,) = [line for line in output.splitlines() if line.startswith("moba+toy")]
     assert float(line.split()[3]) == pytest.approx(finished.records("validation_loss")[-1]["eval_loss"], abs=1e-3)
 
@@ -41,7 +35,6 @@ def test_generation_decodes_through_the_cache(finished: Run) -> None:
 
 
 def test_export_is_refused_with_what_would_be_lost(finished: Run, tmp_path: Path) -> None:
-    code, output = invoke("convert", "moba-to-hf", str(finished.run_dir), str(tmp_path / "out"))
-    assert code == 2
+    output = run_app(app, "convert", "moba-to-hf", finished.run_dir, tmp_path / "out", code=2).output
     assert "kind 'toy' has 132 parameters in a layer" in output
     assert not (tmp_path / "out").exists()

@@ -45,11 +45,7 @@ class MobaKind(AttentionKind):
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
         """A block longer than the sequence, more forced blocks than topk, and a backend that cannot run."""
         assert isinstance(options, MobaAttention.Options)
-        if options.block_size > context.seq_len:
-            yield (
-                f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
-                f"{context.seq_len} tokens; allowed: at most seq_len"
-            )
+        yield from context.too_long(options, "block_size")
         forced = {"current", *options.always}
         if options.topk < len(forced):
             yield (
@@ -58,8 +54,7 @@ class MobaKind(AttentionKind):
             )
 
         reason = triton_problem(context.device, context.model.head_width, options.block_size, options.history_blocks)
-        if options.backend == "triton" and reason:
-            yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
+        yield from context.refused_triton(options.backend, reason)
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:

@@ -112,14 +112,9 @@ class DistilledGate(AttentionKind):
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
         """A block longer than the sequence, a width that cannot be rotated, and a backend that cannot run."""
         assert isinstance(options, GateOptions)
-        if options.block_size > context.seq_len:
-            yield (
-                f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
-                f"{context.seq_len} tokens; allowed: at most seq_len"
-            )
-        reason = cls.triton_problem(options, context)
-        if options.mode == "sparse" and options.backend == "triton" and reason:
-            yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
+        yield from context.too_long(options, "block_size")
+        if options.mode == "sparse":
+            yield from context.refused_triton(options.backend, cls.triton_problem(options, context))
 
     @abstractmethod
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:

@@ -282,14 +282,10 @@ class InfLLMV2Kind(AttentionKind):
         assert isinstance(options, InfLLMV2Attention.Options)
         for problem in options.contradictions():
             yield f"{problem} ({context.layers})"
-        if options.block_size > context.seq_len:
-            yield (
-                f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
-                f"{context.seq_len} tokens; allowed: at most seq_len"
-            )
-        reason = _kernels_refuse(options, context)
-        if options.backend == "triton" and reason:
-            yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
+        yield from context.too_long(options, "block_size")
+        remote = options.topk - options.local_blocks
+        reason = triton_problem(context.device, context.model.head_width, options.block_size, remote)
+        yield from context.refused_triton(options.backend, reason)
 
     def costs(self, model: ModelConfig) -> "InfLLMV2Costs":
         """Costs of attention to the selected blocks, and of the scores."""
@@ -328,9 +324,3 @@ class InfLLMV2Costs(KindCosts):
     def _options(self) -> InfLLMV2Attention.Options:
         assert isinstance(self.kind.options, InfLLMV2Attention.Options)
         return self.kind.options
-
-
-def _kernels_refuse(options: InfLLMV2Attention.Options, context: StageContext) -> str:
-    """Reason why the Triton kernels cannot run in this stage; empty if they can."""
-    remote = options.topk - options.local_blocks
-    return triton_problem(context.device, context.model.head_width, options.block_size, remote)

@@ -169,15 +169,9 @@ class NsaKind(AttentionKind):
         """Sizes that contradict each other, blocks longer than the sequence, and a backend that cannot run."""
         assert isinstance(options, NsaOptions)
         yield from _contradictions(options, f" {context.layers}")
-        for key in ("compressed_block", "block_size"):
-            if (size := getattr(options, key)) > context.seq_len:
-                yield (
-                    f"{key}: given {size} {context.layers}, which does not fit in a sequence of {context.seq_len} "
-                    "tokens; allowed: at most seq_len"
-                )
+        yield from context.too_long(options, "compressed_block", "block_size")
         reason = triton_problem(context.device, context.model.head_width, options.block_size, options.history_blocks)
-        if options.backend == "triton" and reason:
-            yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
+        yield from context.refused_triton(options.backend, reason)
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:

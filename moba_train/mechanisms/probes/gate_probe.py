@@ -16,7 +16,7 @@ from moba_train.attention.layout import Layout, TokenRange, joined_ranges
 from moba_train.attention.observer import AttentionCall, StatisticsObserver
 from moba_train.attention.statistics import Statistics, joined
 from moba_train.config.base import MOST_SAMPLES, Section
-from moba_train.config.stages import Stage
+from moba_train.config.evaluation import EVERY
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import StageData
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
@@ -45,9 +45,7 @@ class GateProbeConfig(Section):
         False,
         description="also keep how far each head's selected blocks are (head_distance_share); needs parallel.tp 1",
     )
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
+    every: int | None = EVERY
 
 
 class GateProbe(Evaluation[GateProbeConfig]):
@@ -62,8 +60,8 @@ class GateProbe(Evaluation[GateProbeConfig]):
     numbers = frozenset({"mass_recall", "block_recall", "attention_error"})
 
     def __init__(self, options: GateProbeConfig, setting: EvaluationSetting) -> None:
+        super().__init__(options, setting)
         stage = setting.stage
-        self.every = options.every or setting.every
         self._queries = min(options.queries, stage.seq_len)
         self._layers = options.layers
         self._by_head = options.by_head
@@ -88,11 +86,6 @@ class GateProbe(Evaluation[GateProbeConfig]):
                 yield f"{cls.key}.layers: given {layer}, the model has layers 0 to {layers - 1}"
         if options.by_head and setting.tp > 1:
             yield f"{cls.key}.by_head: given true, which parallel.tp {setting.tp} cannot do; set it to false"
-
-    @classmethod
-    def sequences_per_pass(cls, stage: Stage) -> int:
-        """One."""
-        return 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`mass_recall`, `block_recall` and `attention_error`: means over the layers that choose."""

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moba_train.config.base import MOST_SAMPLES, Section
-from moba_train.config.stages import Stage
+from moba_train.config.evaluation import ATTENTION, EVERY
 from moba_train.data.batch import Batch, collate
 from moba_train.data.indexed import corpus_file
 from moba_train.data.loss_mask import mask_prefix
@@ -125,13 +125,8 @@ class GradientReachConfig(Section):
     sequences: int = Field(
         4, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length, with their loss masks"
     )
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
-    attention: Literal["own", "both"] = Field(
-        "both",
-        description="both: also full attention on the same weights, in stages with other layers",
-    )
+    every: int | None = EVERY
+    attention: Literal["own", "both"] = ATTENTION
 
 
 class GradientReach(Evaluation[GradientReachConfig]):
@@ -145,8 +140,7 @@ class GradientReach(Evaluation[GradientReachConfig]):
     in_pipelines = False
 
     def __init__(self, options: GradientReachConfig, setting: EvaluationSetting) -> None:
-        self.every = options.every or setting.every
-        self.compare_with_full = options.attention == "both"
+        super().__init__(options, setting)
         self._data = StageData(
             setting.validation, setting.stage.seq_len, options.sequences, setting.seed, {}, setting.model.vocab_size
         )
@@ -167,11 +161,6 @@ class GradientReach(Evaluation[GradientReachConfig]):
         masks = (corpus_file(mask_prefix(source.path), "idx") for source in setting.validation)
         if not any(mask.is_file() for mask in masks):
             yield f"data.validation {NO_CONTEXT}; hold out documents with loss masks"
-
-    @classmethod
-    def sequences_per_pass(cls, stage: Stage) -> int:
-        """One."""
-        return 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`gradient_reach` and `gradient_reach_last`, also with full attention if that is tried."""

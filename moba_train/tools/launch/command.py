@@ -2,24 +2,14 @@
 
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from moba_train.errors import LaunchError
 from moba_train.tools.cli_options import Overrides, Recipe
 from moba_train.tools.launch import job as jobs
-
-
-class Manifests(StrEnum):
-    """Values of `launch --k8s`."""
-
-    jobset = "jobset"
-    trainjob = "trainjob"
-    rayjob = "rayjob"
-
 
 GPUS_PER_NODE = 8
 """Default of `--gpus-per-node` for other machines than this one."""
@@ -58,7 +48,7 @@ def launch(
     ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="submit launch/slurm.sbatch")] = False,
     k8s: Annotated[
-        Manifests | None,
+        Literal["jobset", "trainjob", "rayjob"] | None,
         typer.Option(help="a manifest: JobSet, TrainJob of Kubeflow Trainer, or RayJob of KubeRay"),
     ] = None,
     sky: Annotated[

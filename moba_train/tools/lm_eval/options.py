@@ -6,7 +6,7 @@ the length asked for. So that is checked first.
 
 import importlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,8 +40,6 @@ class LmEvalOptions:
     include_path: Path | None = None
     """Folder with tasks of the user's own."""
     apply_chat_template: bool = False
-    tokenizer: Path | None = None
-    """Tokenizer instead of the recipe's."""
     overrides: tuple[str, ...] = ()
     """`key.path=value`, laid over the checkpoint's recipe."""
     output: Path | None = None
@@ -49,18 +47,8 @@ class LmEvalOptions:
 
     def to_json(self) -> dict[str, Any]:
         """The options that bear on the numbers, as JSON values."""
-        return {
-            "attention": self.attention,
-            "tasks": list(self.tasks),
-            "decode": self.decode,
-            "answer": self.answer,
-            "limit": self.limit,
-            "num_fewshot": self.num_fewshot,
-            "seq_len": self.seq_len,
-            "lengths": list(self.lengths),
-            "apply_chat_template": self.apply_chat_template,
-            "overrides": list(self.overrides),
-        }
+        others = ("batch_size", "batch_tokens", "include_path", "output")
+        return {name: value for name, value in asdict(self).items() if name not in others}
 
 
 def check_installed() -> None:

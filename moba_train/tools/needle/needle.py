@@ -48,9 +48,7 @@ class Needle(Evaluation[NeedleConfig]):
     numbers_against_full = frozenset({"needle_full"})
 
     def __init__(self, options: NeedleConfig, setting: EvaluationSetting) -> None:
-        self.every = options.every or setting.every
-        self.compare_with_full = options.attention == "both"
-        self._options = options
+        super().__init__(options, setting)
         self._trained_length = setting.trained_length
         self._texts = NeedleTexts(options, setting, self.key)
         self._lengths = stage_lengths(options, setting.stage)

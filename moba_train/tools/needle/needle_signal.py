@@ -30,7 +30,6 @@ from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.observer import AttentionCall, Observer
 from moba_train.config.base import Length, Section, format_count
-from moba_train.config.stages import Stage
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.mechanisms.probes.probing import gathered, gathered_rows
 from moba_train.model.build import observed_layers
@@ -277,9 +276,7 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
     in_pipelines = False
 
     def __init__(self, options: NeedleSignalConfig, setting: EvaluationSetting) -> None:
-        self.every = options.every or setting.every
-        self.compare_with_full = options.attention == "both"
-        self._options = options
+        super().__init__(options, setting)
         self._sizes = [GateSize(size.block_size, size.topk) for size in options.gates]
         self._texts = NeedleTexts(options, setting, self.key)
         # A gate chooses when a document has more history than it selects.
@@ -304,11 +301,6 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
         signal = cls(options, setting)
         for length in signal._lengths:
             signal._texts.check(length)
-
-    @classmethod
-    def sequences_per_pass(cls, stage: Stage) -> int:
-        """One."""
-        return 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`needle_missed` and the rate predicted from the blocks' scores, means over layers and heads."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moba_train.config.base import MOST_SAMPLES, Length, Section
-from moba_train.config.evaluation import EvaluationConfig
+from moba_train.config.evaluation import ATTENTION, EVERY, EvaluationConfig
 
 ANSWER: Any = Field(
     "own",
@@ -39,13 +39,8 @@ class AnswersConfig(NamesFiles):
         description="prefix of the tokenised corpus that natural text comes from; null: the first of data.validation",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of the samples, which are the same at every evaluation")
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
-    attention: Literal["own", "both"] = Field(
-        "both",
-        description="both: also full attention on the same weights, in stages with other layers",
-    )
+    every: int | None = EVERY
+    attention: Literal["own", "both"] = ATTENTION
     chat: bool = Field(
         False, description="ask through the chat template in the folder of data.tokenizer, as a user's message"
     )

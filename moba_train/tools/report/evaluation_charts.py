@@ -120,7 +120,9 @@ def gap_chart(runs: Sequence[Shown]) -> list[Chart]:
     if not traces:
         return []
     note = "Loss with the stage's attention minus loss with full attention, same weights. Above 0: full is better."
-    layout = _layout("difference") | {"shapes": [_zero()]}
+    line = {"color": "var(--muted)", "width": 1}
+    zero = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 0, "y1": 0, "line": line}
+    layout = _layout("difference") | {"shapes": [zero]}
     return [Chart("position-gap", "Gap to full attention by position", note, traces, layout, height=380)]
 
 
@@ -182,11 +184,6 @@ def _layout(y: str) -> dict[str, Any]:
         "xaxis": {"title": "position in the context (tokens)", "rangemode": "tozero", "exponentformat": "SI"},
         "yaxis": {"title": y},
     }
-
-
-def _zero() -> dict[str, Any]:
-    line = {"color": "var(--muted)", "width": 1}
-    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 0, "y1": 0, "line": line}
 
 
 _SCALE = [[0, "#F0496E"], [0.5, "#EBB839"], [1, "#0CD79F"]]

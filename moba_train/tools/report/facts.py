@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moba_train.config.base import format_count
-from moba_train.tools.report.history import History, Record, number
+from moba_train.tools.report.history import History, number
 
 _MOST_EVENTS = 500
 _RECENT_STEPS = 100
@@ -61,7 +61,7 @@ def _progress(history: History, now: float) -> Fact:
     if (of and last["step"] >= planned[-1]) or last["step"] == history.exited().get(_name_of_last_stage(history)):
         return Fact("steps, finished", f"{last['step']:,}{of}", tokens)
     newest = max(record["time"] for record in records)
-    return Fact("steps so far", f"{last['step']:,}{of}", f"{tokens}; last record {_ago(now - newest)}")
+    return Fact("steps so far", f"{last['step']:,}{of}", f"{tokens}; last record {_duration(now - newest)} ago")
 
 
 def _name_of_last_stage(history: History) -> str:
@@ -143,14 +143,11 @@ def events(histories: Sequence[History]) -> list[Event]:
     for history in histories:
         for event in history.events:
             if event["type"] not in _QUIET:
-                rows.append((event["time"], _event(history, event)))
+                when = datetime.datetime.fromtimestamp(event["time"], datetime.UTC)
+                shown = history.name, f"{when:%m-%d %H:%M:%S}", event["step"], event["type"]
+                rows.append((event["time"], Event(*shown, str(event.get("message", "")))))
     rows.sort(key=lambda row: row[0], reverse=True)
     return [event for _, event in rows[:_MOST_EVENTS]]
-
-
-def _event(history: History, record: Record) -> Event:
-    when = datetime.datetime.fromtimestamp(record["time"], datetime.UTC)
-    return Event(history.name, f"{when:%m-%d %H:%M:%S}", record["step"], record["type"], str(record.get("message", "")))
 
 
 def settings(recipes: Sequence[dict[str, Any]]) -> list[Setting]:
@@ -194,7 +191,3 @@ def _duration(seconds: float) -> str:
     if days:
         return f"{days} d {hours} h"
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
-
-
-def _ago(seconds: float) -> str:
-    return f"{_duration(seconds)} ago"

@@ -17,14 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moba_train.config.load import parse_yaml
-from moba_train.errors import UserError, number_ranges
-from moba_train.foreign_files import (
-    folder_roots,
-    open_foreign,
-    read_foreign,
-    read_foreign_json,
-)
-from moba_train.telemetry.jsonl import parse_record
+from moba_train.errors import UserError
+from moba_train.foreign_files import folder_roots, open_foreign, read_foreign, read_foreign_json
+from moba_train.telemetry.jsonl import left_out_lines, parse_record
 
 Record = dict[str, Any]
 Column = npt.NDArray[np.float64]
@@ -32,8 +27,6 @@ Column = npt.NDArray[np.float64]
 _RECIPE_BYTES = 1 << 22
 _MOST_EVALUATIONS = 200
 """Newest evaluation files that are read."""
-_MOST_DAMAGED = 20
-"""Damaged lines that a notice names."""
 _LINE_BYTES = 1 << 24
 """Longest line of metrics.jsonl that is parsed."""
 _YEAR_10000 = 253_402_300_800
@@ -164,10 +157,7 @@ def _read_metrics(source: Path, history: History) -> None:
             else:
                 history.events.append(record)
     if damaged:
-        count = len(damaged)
-        lines_are = "1 line of metrics.jsonl is" if count == 1 else f"{count:,} lines of metrics.jsonl are"
-        shown = number_ranges(damaged[:_MOST_DAMAGED]) + ", ..." * (count > _MOST_DAMAGED)
-        history.notices.append(f"{lines_are} damaged and left out: {shown}")
+        history.notices.append(f"metrics.jsonl: {left_out_lines(damaged)}")
     if incomplete:
         history.notices.append("the last line of metrics.jsonl is incomplete: the run is writing it, or was killed")
     if not history.metrics:

@@ -221,20 +221,10 @@ def _name_apart(histories: Sequence[History]) -> None:
 
 def _data(charts: Sequence[Chart], axes: Mapping[str, Axes]) -> str:
     """The charts, and the axes that they share by name, as JSON that can stand inside a script element."""
-    content = {"axes": axes, "charts": [_chart(chart) for chart in charts]}
-    text = json.dumps(as_json(content), allow_nan=False, separators=(",", ":"))
+    drawn = ("key", "traces", "layout", "progress", "height")
+    shown = [{name: getattr(chart, name) for name in drawn} | {"marks": [*map(vars, chart.marks)]} for chart in charts]
+    text = json.dumps(as_json({"axes": axes, "charts": shown}), allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _chart(chart: Chart) -> dict[str, Any]:
-    return {
-        "key": chart.key,
-        "traces": chart.traces,
-        "layout": chart.layout,
-        "marks": [vars(mark) for mark in chart.marks],
-        "progress": chart.progress,
-        "height": chart.height,
-    }
 
 
 def _asset(name: str) -> str:

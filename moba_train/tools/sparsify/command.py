@@ -103,10 +103,8 @@ def sparsify(
     )
     source = recipes.Source.read(model)
     if dry_run:
-        from moba_train.tools.sparsify.dry_run import print_plan
-
         with tempfile.TemporaryDirectory() as folder:
-            print_plan(request, source, output, Path(folder), typer.echo)
+            steps.print_plan(request, source, output, Path(folder), typer.echo)
         return
     texts = recipes.recipes(request, source, output)
     evaluation = steps.begin(request, texts, output)

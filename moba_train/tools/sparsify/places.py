@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -23,33 +22,16 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 Run = Callable[[Sequence[str]], int]
 
 
-class Place(Protocol):
-    """Runs one step at a time."""
-
-    def start(self, run: Run, words: Sequence[str], log: Path) -> "Future[int]":
-        """Begin `run(words)`; the result is its status. log: file for what it prints, if other steps run beside it."""
-        ...
+Place = Callable[[Run, Sequence[str], Path], "Future[int]"]
+"""Begins `run(words)`, of one step at a time; the result is its status. The path: a file for what it prints, if other
+steps run beside it."""
 
 
-class Here:
-    """This process."""
-
-    def start(self, run: Run, words: Sequence[str], log: Path) -> "Future[int]":
-        """Run it at once."""
-        future: Future[int] = Future()
-        future.set_result(run(words))
-        return future
-
-
-class Beside:
-    """A process that stays: what it has imported and compiled serves its next step too."""
-
-    def __init__(self, pool: ProcessPoolExecutor) -> None:
-        self._pool = pool
-
-    def start(self, run: Run, words: Sequence[str], log: Path) -> "Future[int]":
-        """Run it there, with its output in the file `log`."""
-        return self._pool.submit(_logged, run, words, log)
+def here(run: Run, words: Sequence[str], log: Path) -> "Future[int]":
+    """Run it in this process, at once."""
+    future: Future[int] = Future()
+    future.set_result(run(words))
+    return future
 
 
 def _logged(run: Run, words: Sequence[str], log: Path) -> int:
@@ -95,7 +77,7 @@ def places(jobs: int, gpus: int) -> Iterator[list[Place]]:
     """Places for this number of steps at a time, with `gpus` GPUs each; without any GPU, all share the CPU. Raises
     UserError when there are too few."""
     if jobs == 1:
-        yield [Here()]
+        yield [here]
         return
     count = torch.cuda.device_count()
     given = os.environ.get(_DEVICES)
@@ -108,5 +90,7 @@ def places(jobs: int, gpus: int) -> Iterator[list[Place]]:
         for first in range(0, jobs * gpus, gpus):
             devices = ",".join(ids[first : first + gpus])
             pool = ProcessPoolExecutor(1, get_context("spawn"), _begin, (devices,))
-            made.append(Beside(stack.enter_context(pool)))
+            # The process stays: what it has imported and compiled serves its next step too.
+            stack.enter_context(pool)
+            made.append(lambda *step, pool=pool: pool.submit(_logged, *step))
         yield made

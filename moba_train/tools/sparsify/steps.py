@@ -23,21 +23,25 @@ import yaml
 
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import newest_first, saved_step
+from moba_train.config.base import format_duration
 from moba_train.config.load import load_config, parse_yaml
 from moba_train.config.mesh import WorldSize
 from moba_train.data.long_documents import count_samples
 from moba_train.errors import CheckpointError, ConfigError, UserError
 from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.mechanisms.by_group import ByGroupKind
+from moba_train.memory.devices import local_gpu
 from moba_train.model.build import build_attention
-from moba_train.output_files import write_atomically
+from moba_train.output_files import write_atomically, write_new
 from moba_train.resolve.evaluations import evaluation_problems, sample_problems
+from moba_train.resolve.plan import make_plan
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.evaluated_recipe import evaluated_setting
+from moba_train.tools.plan.rates import peak_or_default
 from moba_train.tools.sparsify import recipes
-from moba_train.tools.sparsify.places import Here, Place
+from moba_train.tools.sparsify.places import Place, here
 from moba_train.tools.sparsify.recipes import Request, Source
 
 SECONDS = "seconds.json"
@@ -45,6 +49,8 @@ SECONDS = "seconds.json"
 _GROWING = ("seeds", "baseline", "equal_seconds")
 """Options that only add steps: a later call may give others."""
 _DENSE = "evaluation.oracle.dense"
+PLANNED_MFU = 0.4
+"""Share of the GPU's peak, as `moba-train plan` takes it."""
 Runner = Callable[[Sequence[str]], int]
 """Runs `moba-train` with these words; returns its exit status."""
 
@@ -174,7 +180,7 @@ def run_steps(
     output: Path,
     run: Runner,
     say: Callable[[str], object],
-    places: Sequence[Place] = (Here(),),
+    places: Sequence[Place] = (here,),
 ) -> None:
     """Run what is not done, a step at each place at a time, in order as far as steps need others. guesses: first texts
     of the recipes, some of which are replaced by what was measured.
@@ -201,7 +207,7 @@ def run_steps(
             say(f"{numbers[step.name]}: {step.command}")
             place = free.pop(0)
             began = time.time()  # before it starts, as this process may run it at once
-            running[place.start(run, step.words, _log(step, output))] = step, place, began
+            running[place(run, step.words, _log(step, output))] = step, place, began
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             step, place, began = running.pop(future)
             free.append(place)
@@ -340,6 +346,32 @@ def _over_budget(setting: EvaluationSetting, request: Request) -> Iterator[str]:
                 f"--budget: given {request.budget}, but with --kind {kind.name} a query attends to {keys}; allowed: "
                 f"smaller sizes, by overrides of attention.{kind.name}, or another --kind"
             )
+
+
+def print_plan(request: Request, source: Source, output: Path, scratch: Path, say: Callable[[str], object]) -> None:
+    """Print everything. scratch: an empty folder. Raises UserError for a recipe that cannot be trained, and for
+    evaluations that cannot be made."""
+    texts = recipes.recipes(request, source, output)
+    for name, text in texts.items():
+        write_new(scratch / name, text)
+    evaluation = parse_yaml(texts[recipes.EVALUATION], recipes.EVALUATION)["evaluation"]
+    check_sparse(scratch / recipes.SPARSE, evaluation, request, check_files=False)
+    say(recipes.told(request))
+    for name, text in texts.items():
+        say(f"\n--- {output / 'recipes' / name}\n{text.rstrip()}")
+    say("")
+    gpu = local_gpu()
+    for number, step in enumerate(steps(request, source, output, evaluation), 1):
+        line = f"{number}. {step.name}: {step.command}"
+        if step.trains:
+            config = load_config(scratch / Path(step.words[1]).name, step.words[2:])
+            run = resolve(config, WorldSize(request.gpus, request.gpus), None, check_files=False)
+            made = make_plan(run, peak_or_default(gpu), PLANNED_MFU)
+            each = ", ".join(f"{one.stage.name} {format_duration(one.seconds)}" for one in made.stages)
+            line += f"\n   planned: {format_duration(made.seconds)} ({each})"
+        say(line)
+    on = gpu.name if gpu is not None else "an H100, as this machine has no GPU"
+    say(f"Planned for {request.gpus} of {on}, at {PLANNED_MFU:.0%} of its peak; evaluations are not planned.")
 
 
 def run_command(words: Sequence[str], gpus: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -170,28 +170,25 @@ class RemoteFolder:
             self._make_folder(name)
             self._store.put_file(str(path), self._path(name))
 
-    def entry(self, name: str) -> FileEntry:
-        """Size and hash of a file, all of which is read."""
+    def entry(self, name: str, copy: BinaryIO | None = None) -> FileEntry:
+        """Size and hash of a file, all of which is read, and written into `copy`."""
         digest = hashlib.sha256()
         size = 0
         for block in self._blocks(name):
             digest.update(block)
             size += len(block)
+            if copy is not None:
+                copy.write(block)
         return {"size": size, "sha256": digest.hexdigest()}
 
     def get(self, name: str, path: Path) -> FileEntry:
         """Copy a file to `path`, where there is none. Returns its size and hash."""
-        digest = hashlib.sha256()
-        size = 0
         make_folder(path.parent)
         with new_file(path) as stream:
-            for block in self._blocks(name):
-                stream.write(block)
-                digest.update(block)
-                size += len(block)
+            entry = self.entry(name, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        return {"size": size, "sha256": digest.hexdigest()}
+        return entry
 
     def delete(self, *names: str) -> None:
         """Delete files, one after the other, and of a file system the folders that this empties."""

@@ -68,9 +68,7 @@ class TaskScores(Evaluation[AnyTasks]):
     """Words about tasks that have no name."""
 
     def __init__(self, options: AnyTasks, setting: EvaluationSetting) -> None:
-        self.every = options.every or setting.every
-        self.compare_with_full = options.attention == "both"
-        self._options = options
+        super().__init__(options, setting)
         self._tasks = list(dict.fromkeys(options.tasks))
         self._trained_length = setting.trained_length
         self._texts = self.texts(options, setting)

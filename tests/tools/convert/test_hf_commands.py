@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
 from moba_train.errors import DataError
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.text_tokenizer import load_text_tokenizer
+from tests.commands import run_app
 from tests.run.test_float8 import finished
 from tests.run.tiny_run import Run
 from tests.tools.convert.hf_models import VOCAB, make_hf_model
@@ -22,9 +22,7 @@ PROMPT = "the cat sat on the mat"
 
 
 def invoke(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == 0, result.output
-    return result.output
+    return run_app(app, *arguments).output
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +81,7 @@ def test_an_import_that_fails_leaves_nothing(
         raise raised
 
     monkeypatch.setattr("moba_train.checkpoint.writer.ShardFile.write", write)
-    done = CliRunner().invoke(app, ["convert", "hf-to-moba", str(folder / "hf"), str(tmp_path / "new")])
-    assert done.exit_code == code, done.output
+    done = run_app(app, "convert", "hf-to-moba", folder / "hf", tmp_path / "new", code=code)
     assert code == 130 or "new: cannot be written ([Errno 28] No space left on device)" in done.stderr
     assert not (tmp_path / "new").exists()
 
@@ -114,6 +111,5 @@ def test_a_tokenizer_is_a_file_or_its_folder(folder: Path, tmp_path: Path) -> No
 
 
 def test_its_export_is_a_plain_model(finished: Run, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["convert", "moba-to-hf", str(finished.run_dir), str(tmp_path / "out")])
-    assert result.exit_code == 0, result.output
+    run_app(app, "convert", "moba-to-hf", finished.run_dir, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").exists()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import latest_checkpoint
@@ -23,6 +22,7 @@ from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.hf.config import read_model_config
 from moba_train.tools.saved_recipe import SavedRun, open_checkpoint
+from tests.commands import run_app
 from tests.tools.convert.hf_models import logits, make_hf_model, our_model, random_tokens
 
 SHAPE = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "layers": 2, "heads": 2, "kv_heads": 2}
@@ -116,8 +116,7 @@ def test_biases_of_the_choice_are_not_lost_without_a_word(
 def test_an_upcycled_model_computes_what_the_dense_one_does(tmp_path: Path) -> None:
     make_hf_model("qwen3", tmp_path / "hf")
     arguments = ["convert", "hf-to-moba", str(tmp_path / "hf")]
-    done = CliRunner().invoke(app, [*arguments, str(tmp_path / "ours"), "--experts", "4", "--active", "3"])
-    assert done.exit_code == 0, done.output
+    run_app(app, *arguments, tmp_path / "ours", "--experts", "4", "--active", "3")
     saved = checkpoint_of(tmp_path / "ours")
     model = build_model(saved.spec)
     load_model(model, saved.path)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from typer.testing import CliRunner
 
 from data_tools.sft import make_sft_corpus
 from moba_train.data.indexed import IndexedDataset
@@ -18,6 +17,7 @@ from moba_train.tools.chat.template import BUILT_IN
 from moba_train.tools.cli import app
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
 from moba_train.tools.text_tokenizer import load_text_tokenizer, load_tokenizer
+from tests.commands import run_app
 from tests.tools.convert.hf_models import make_hf_model, save_as_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -110,8 +110,7 @@ def export(model: Path, tokenizer: Path | None, folder: Path, monkeypatch: pytes
     monkeypatch.setenv("MOBA_TRAIN_DATA_ROOTS", "/")
     monkeypatch.chdir(folder)
     save_as_checkpoint(model, folder / "run", {"block_size": 16, "topk": 2}, tokenizer)
-    result = CliRunner().invoke(app, ["convert", "moba-to-hf", str(folder / "run"), str(folder / "out")])
-    assert result.exit_code == 0, result.output
+    result = run_app(app, "convert", "moba-to-hf", folder / "run", folder / "out")
     return folder / "out", result.output
 
 
@@ -348,8 +347,7 @@ def test_a_published_tokenizer_keeps_its_files_and_an_old_one_gets_a_tokenizer_j
     (tmp_path / "hf/generation_config.json").write_text(json.dumps(generation))
     monkeypatch.chdir(tmp_path)
     for arguments in (("hf-to-moba", "hf", "imported"), ("moba-to-hf", "imported", "out")):
-        result = CliRunner().invoke(app, ["convert", *arguments])
-        assert result.exit_code == 0, result.output
+        result = run_app(app, "convert", *arguments)
         written = {str(path) for path in Path(arguments[2]).iterdir() if path.is_file()}
         listed = {line.split()[0] for line in result.output.splitlines()[1:]}
         assert {f"{arguments[2]}/{name}" for name in listed if not name.endswith("/")} == written

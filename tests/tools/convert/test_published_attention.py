@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moba_train.errors import CheckpointError
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
+from tests.commands import run_app
 from tests.tools.convert import with_minicpm
 from tests.tools.convert.code_models import SIZES, save_model
 from tests.tools.convert.hf_models import logits, random_tokens
@@ -135,10 +135,8 @@ def test_what_a_family_cannot_say_is_refused_by_name(
 def test_the_command_takes_a_family_and_warns_of_what_its_code_does_otherwise(tmp_path: Path) -> None:
     save_model(tmp_path, MINICPM, [INFLLM | {"dense_len": 96}] * 3)
     command = ["convert", "moba-to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--as", "minicpm"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    done = run_app(app, *command)
     assert "warning: in texts longer than dense_len (96)" in done.stderr
     assert "at the positions from 80 to dense_len" in done.stderr
-    refused = CliRunner().invoke(app, [*command, "--with-code"])
-    assert refused.exit_code == 2
+    refused = run_app(app, *command, "--with-code", code=2)
     assert "--as: given 'minicpm' with --with-code; allowed: one of the two" in refused.stderr

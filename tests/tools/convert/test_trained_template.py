@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from data_tools.cli import app as data_app
 from moba_train.data.indexed import IndexedDataset
@@ -16,6 +15,7 @@ from moba_train.tools.chat.template import BUILT_IN
 from moba_train.tools.cli import app
 from moba_train.tools.text_tokenizer import load_text_tokenizer
 from moba_train.train import main
+from tests.commands import run_app
 from tests.data_tools.test_sft import write_lines
 from tests.data_tools.test_sft_messages import byte_tokenizer
 
@@ -65,8 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def sft(output: str, *options: str, source: str = "chat.jsonl") -> None:
     words = ["sft", "--input", source, "--tokenizer", "model", "--output", output, *options]
-    done = CliRunner().invoke(data_app, words)
-    assert done.exit_code == 0, done.output
+    run_app(data_app, *words)
 
 
 def train(**changes: Any) -> None:
@@ -75,8 +74,7 @@ def train(**changes: Any) -> None:
 
 
 def export(output: str = "out") -> tuple[Path, str]:
-    done = CliRunner().invoke(app, ["convert", "moba-to-hf", "run", output])
-    assert done.exit_code == 0, done.output
+    done = run_app(app, "convert", "moba-to-hf", "run", output)
     return Path(output), done.output
 
 
@@ -125,8 +123,7 @@ def test_generate_writes_a_users_message_by_the_template_of_training(
     train()
     monkeypatch.setattr("moba_train.tools.generate.generate", generated)
     words = ["generate", "run", "--prompt", "What is two?", "--chat", "--max-new-tokens", "1"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
+    run_app(app, *words)
     prompt = "<|im_start|>user\nWhat is two?<|im_end|>\n<|im_start|>assistant\n"
     assert read == [encode(load_text_tokenizer("model"), prompt)]
 

@@ -16,6 +16,7 @@ import moba_train.attention.registry  # noqa: F401
 from moba_train.config.load import load_config, parse_config
 from moba_train.tools.cli import app
 from moba_train.tools.launch import kubernetes, ray_nodes
+from tests.commands import run_app
 
 ROOT = Path(__file__).parents[3]
 RECIPE = "configs/recipes/short-then-long.yaml"
@@ -31,14 +32,11 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["launch", RECIPE, *arguments])
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return run_app(app, "launch", RECIPE, *arguments).stdout
 
 
 def refused(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["launch", RECIPE, *arguments])
-    assert result.exit_code == 2
+    result = run_app(app, "launch", RECIPE, *arguments, code=2)
     return " ".join(result.output.split())
 
 

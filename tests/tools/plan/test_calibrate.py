@@ -18,6 +18,7 @@ from moba_train.tools.plan import tune
 from moba_train.tools.plan.calibrate import Calibration, calibrate, node_bandwidth
 from moba_train.tools.plan.rates import read_rates
 from moba_train.tools.plan.render import OWN_LAYOUT
+from tests.commands import run_app
 from tests.forked import run_processes
 from tests.forked_program import run_forked
 from tests.run.tiny_run import Run
@@ -32,8 +33,7 @@ LARGER_BLOCKS = {"moba_v1", "moba_v05", "moba_window"}
 def rates_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rates of this machine, by the command."""
     file = tmp_path_factory.mktemp("rates") / "rates.json"
-    done = CliRunner().invoke(app, ["calibrate", "--output", str(file)])
-    assert done.exit_code == 0, done.output
+    done = run_app(app, "calibrate", "--output", file)
     for part in ("TFLOP/s", "GB/s", "passes over its activations", "update by adamw", f"written: {file}"):
         assert part in done.output, part
     return file
@@ -116,8 +116,7 @@ def test_layouts_are_trained_and_printed_in_the_measured_order(rates_file: Path,
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs no GPU")
 def test_layouts_of_a_machine_without_a_gpu_need_its_rates(corpora: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["tune", str(Run(tmp_path, corpora).write_recipe())])
-    assert done.exit_code == 2
+    done = run_app(app, "tune", Run(tmp_path, corpora).write_recipe(), code=2)
     assert "this machine has no GPU; `moba-train calibrate` measures its CPU" in done.stderr
 
 
@@ -129,8 +128,7 @@ def test_a_layout_that_fails_comes_last_with_what_it_said(
     broken = tune._shortened
     monkeypatch.setattr(tune, "_shortened", lambda *given: [*broken(*given), "no_such_key=1"])
     given = ["--gpus", "1", "--rates", str(rates_file)]
-    done = CliRunner().invoke(app, ["tune", str(run.write_recipe()), *given])
-    assert done.exit_code == 2
+    done = run_app(app, "tune", run.write_recipe(), *given, code=2)
     assert "no layout could be trained" in done.stderr
     assert "no_such_key: unknown key" in done.stderr
 
@@ -140,6 +138,5 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured
     tmp_path: Path, command: list[str]
 ) -> None:
     for output, said in ((tmp_path, "is a folder"), (tmp_path / "none" / "rates.json", "can be written to")):
-        done = CliRunner().invoke(app, [*command, "--output", str(output)], env={"COLUMNS": "500"})
-        assert done.exit_code == 2
+        done = run_app(app, *command, "--output", output, code=2, env={"COLUMNS": "500"})
         assert said in done.stderr

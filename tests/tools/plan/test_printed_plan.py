@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.checkpoint.manifest import META, read_meta
 from moba_train.checkpoint.retention import Mark, Marks
 from moba_train.tools.cli import app
 from moba_train.tools.plan.render import print_plan
+from tests.commands import run_app
 from tests.memory.test_flops import SEQ_LEN, packed_run, planned
 from tests.resolve.test_recipe_warnings import NEVER, VALIDATION
 from tests.resolve.test_validate_files import corpus
@@ -54,8 +54,7 @@ def test_a_pipeline_is_shown(load: Load) -> None:
 def test_warnings_about_the_recipe_are_printed_once_and_unchanged(recipe: Path) -> None:
     for layout in ([], ["--nodes", "1"]):
         arguments = [str(recipe), VALIDATION, *NEVER, "--no-data", *layout, "--gpu", "h200"]
-        done = CliRunner().invoke(app, ["plan", *arguments])
-        assert done.exit_code == 0, done.output
+        done = run_app(app, "plan", *arguments)
         (line,) = [line for line in done.output.splitlines() if line.startswith("warning: ")]
         assert "stages[i].evaluate is false in all of them" in line
 
@@ -65,8 +64,7 @@ def test_it_says_what_a_start_would_find_in_the_run_folder(run: Run, capsys: pyt
 
     def warnings(*arguments: str) -> list[str]:
         command = ["plan", str(run.write_recipe()), *arguments]
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
+        done = run_app(app, *command)
         return [line for line in done.output.splitlines() if "training would" in line or "init_from" in line]
 
     assert warnings() == []
@@ -100,6 +98,5 @@ def test_corpora_of_different_tokenizers_are_refused(
     corpus(tmp_path / "one", "tok.model", b"one")
     corpus(tmp_path / "other", "other.json", b"other")
     corpora = ["data.train=[{path: one}]", "stages.1.train=[{path: other}]"]
-    done = CliRunner().invoke(app, ["plan", str(recipe), *corpora])
-    assert done.exit_code == 2
+    done = run_app(app, "plan", recipe, *corpora, code=2)
     assert "the corpus other was made with the tokenizer other.json" in done.stderr

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from moba_train.errors import UserError
 from moba_train.evals.registry import EVALUATIONS
@@ -23,6 +22,7 @@ from moba_train.tools.report.facts import Fact, facts
 from moba_train.tools.report.history import MOST_POINTS, Result, read_history, shown_rows
 from moba_train.tools.report.page import render, write_evaluation, write_report
 from moba_train.tools.report.training_charts import data_mix
+from tests.commands import run_app
 
 Change = Callable[[Path, Callable[[dict[str, Any]], object]], None]
 
@@ -43,8 +43,7 @@ def names(chart: dict[str, Any]) -> list[str]:
 
 
 def test_the_command_writes_one_small_file(recorded: Path) -> None:
-    result = CliRunner().invoke(app, ["report", str(recorded)])
-    assert result.exit_code == 0, result.output
+    result = run_app(app, "report", recorded)
     path = recorded / "report.html"
     assert result.stdout.strip() == str(path)
     page = path.read_text()
@@ -206,7 +205,7 @@ def test_damage_is_a_notice(recorded: Path) -> None:
     (recorded / "evaluations" / "step_00000001-64.json").write_text('{"tasks": ["needle"]')
     (recorded / "evaluations" / "step_00000002-64.json").write_text('["needle"]')
     report = write_report([recorded])
-    assert report.notices[0] == "5 lines of metrics.jsonl are damaged and left out: 41-45"
+    assert report.notices[0] == "metrics.jsonl: damaged lines, which are left out: 41-45"
     assert report.notices[1].startswith("config.yaml cannot be read: ")
     assert [notice.split(" cannot")[0] for notice in report.notices[2:]] == [
         "evaluations/step_00000001-64.json",
@@ -286,8 +285,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         read_history(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"metrics\.jsonl: no such file; give the run_dir"):
         read_history(tmp_path)
-    result = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert result.exit_code == 2
+    result = run_app(app, "report", tmp_path, code=2)
     assert "Traceback" not in result.output
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import dump_config
@@ -20,6 +19,7 @@ from moba_train.tools.report.scaling import PowerLaw, fit_power_law, fit_runs
 from moba_train.tools.report.scaling_report import describe, report_json
 from moba_train.tools.report.scaling_runs import PFLOPS_DAY, read_runs
 from moba_train.train import main
+from tests.commands import run_app
 
 A, B, C = 2.625, -0.063, 1.2
 """The form of the fits in MoBA's paper, which have no irreducible loss."""
@@ -305,8 +305,7 @@ def test_real_runs_through_the_command_line(tmp_path: Path) -> None:
         assert main([str(recipe)]) == 0
     runs = [str(tmp_path / f"moba-{width}") for width in (8, 12, 16)]
     arguments = ["fit-scaling", *runs, "--metric", "eval_loss,trailing_loss", "--output", str(tmp_path / "fits")]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+    run_app(app, *arguments)
     found = json.loads((tmp_path / "fits" / "scaling.json").read_text())
     wanted = [("eval_loss", "6ND"), ("eval_loss", "real"), ("trailing_loss", "6ND"), ("trailing_loss", "real")]
     assert [(fit["metric"], fit["compute"]) for fit in found["fits"]] == wanted
@@ -314,8 +313,7 @@ def test_real_runs_through_the_command_line(tmp_path: Path) -> None:
     assert {run["documents"] for run in found["runs"]} == {"documents of the corpora"}
     page = (tmp_path / "fits" / "scaling.html").read_text()
     assert all(f'"key":"{metric}-{compute}"' in page for metric, compute in wanted)
-    failed = CliRunner().invoke(app, ["fit-scaling", *runs[:2]])
-    assert failed.exit_code == 2
+    failed = run_app(app, "fit-scaling", *runs[:2], code=2)
     assert "error: group moba: 2 runs given; allowed: at least 3" in failed.output
 
 

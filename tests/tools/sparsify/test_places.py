@@ -23,22 +23,15 @@ from moba_train.tools.sparsify.steps import SECONDS, Step, run_steps
 from tests.forked import forked
 
 
-class Thread:
-    """A place that is a thread of this process."""
-
-    def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(1)
-
-    def start(self, run: Callable[[Sequence[str]], int], words: Sequence[str], log: Path) -> "Future[int]":
-        return self.pool.submit(run, words)
-
-
 @pytest.fixture
 def threads() -> Iterator[list[Place]]:
-    made = [Thread(), Thread()]
-    yield [*made]
-    for one in made:
-        one.pool.shutdown()
+    """Places that are threads of this process."""
+
+    def place(pool: ThreadPoolExecutor) -> Place:
+        return lambda run, words, _: pool.submit(run, words)
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        yield [place(one), place(other)]
 
 
 def step(folder: Path, name: str, *needs: str) -> Step:
@@ -103,14 +96,10 @@ def test_after_a_failure_what_runs_ends_and_nothing_begins(
 def test_an_export_whose_process_was_killed_is_a_failure(tmp_path: Path) -> None:
     """Unlike one that says that no export can hold the model."""
 
-    class Killed:
-        def start(self, run: Callable[[Sequence[str]], int], words: Sequence[str], log: Path) -> "Future[int]":
-            future: Future[int] = Future()
-            future.set_exception(BrokenExecutor())
-            return future
-
+    future: Future[int] = Future()
+    future.set_exception(BrokenExecutor())
     with pytest.raises(UserError, match="the step 'export' was killed"):
-        run_steps([step(tmp_path, "export")], {}, tmp_path, subprocess.call, print, [Killed()])
+        run_steps([step(tmp_path, "export")], {}, tmp_path, subprocess.call, print, [lambda *_: future])
 
 
 def test_recipes_without_guesses_stay_as_they_are(tmp_path: Path) -> None:
@@ -132,9 +121,9 @@ def test_processes_have_gpus_of_their_own_and_write_logs(tmp_path: Path, monkeyp
     words = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES; echo problem >&2; exit 3"]
     logs = [tmp_path / "logs" / f"{number}.txt" for number in range(2)]
     with places(2, 2) as found:
-        started = [place.start(subprocess.call, words, log) for place, log in zip(found, logs, strict=True)]
+        started = [place(subprocess.call, words, log) for place, log in zip(found, logs, strict=True)]
         assert [future.result() for future in started] == [3, 3]
-        assert found[0].start(fail, words, logs[0]).result() == 1
+        assert found[0](fail, words, logs[0]).result() == 1
     first, second = (log.read_text() for log in logs)
     assert first.startswith("GPU-4,GPU-5\nproblem\nTraceback")
     assert first.endswith("SystemExit: a bug\n")
@@ -160,7 +149,7 @@ def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
 
 def sleep_beside(file: Path) -> None:
     with places(2, 1) as found:
-        found[0].start(say_and_sleep, [str(file)], file.with_name("log")).result()
+        found[0](say_and_sleep, [str(file)], file.with_name("log")).result()
 
 
 def say_and_sleep(words: Sequence[str]) -> int:
