@@ -297,7 +297,7 @@ def test_a_batch_has_a_sequence_for_every_rank(project: Path, monkeypatch: pytes
     monkeypatch.chdir(project)
     code, output = call("--dry-run", "--gpus", "2", output=tmp_path / "new", tokens="1M")
     assert code == 0, output
-    assert "Planned for 2 of" in output
+    assert "Planned for 2 x " in output
 
 
 def test_a_call_that_was_refused_leaves_no_choice_behind_and_an_edited_recipe_is_named(
