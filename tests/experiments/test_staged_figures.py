@@ -175,9 +175,7 @@ def test_variants_of_a_base_are_evaluated_as_they_are_and_as_moba_and_as_full(ru
     finding = figure.find([base, tuned, other, full])
     assert "FAILS" in " ".join(cell for row in finding.rows for cell in row)
     assert [verdict.estimate.value for verdict in finding.verdicts] == pytest.approx([0.0] * 3, abs=1e-12)
-    assert {verdict.word for verdict in finding.verdicts} == {"inconclusive"}, (
-        "one seed, whatever the number of masks"
-    )
+    assert {verdict.word for verdict in finding.verdicts} == {"inconclusive"}, "one seed, whatever the number of masks"
     assert len(drawn(figure, [base, tuned, other, full])) == 3
 
 
