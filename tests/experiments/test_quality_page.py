@@ -136,10 +136,10 @@ def test_a_window_of_as_many_keys_is_ahead_of_blocks_of_512() -> None:
     }
     assert [one.word for one in found.values()] == ["inconclusive", "inconclusive", "agrees"]
     short, small_blocks, previous = (found[word].estimate for word in ("1K tokens", "128/12", "previous"))
-    assert f"at most 1K tokens: {short.value:.4f} ± {short.half:.3f} nats" in PROSE
+    assert f"At 8K, MoBA is {short.value:.4f} ± {short.half:.3f} nats from full attention if" in PROSE
     assert f"is indistinguishable from one ({small_blocks.value:.3f} ± {small_blocks.half:.3f})" in PROSE
     rows = {(row[0], row[1]): row for row in FIGURES["why-behind"].find(behind).rows}
-    assert f"{float(rows['long', 'moba'][4]):.3f} in long documents" in PROSE
+    assert f"{float(rows['long', 'moba'][4]):.3f} behind in long documents" in PROSE
     (heads,) = (one.estimate for claim, one in verdicts.items() if "12 heads of 32" in claim)
     assert f"by {heads.value:.3f} ± {heads.half:.3f}: inconclusive" in PROSE
     assert f"takes back {-previous.value:.3f} of {float(rows['long', 'moba'][7]):.3f} nats" in PROSE
@@ -168,7 +168,7 @@ def test_what_inference_is_of_the_gap_and_that_gates_learn_nothing() -> None:
     (at_once, *_) = insertion_costs(results("versions"))["moba"]
     trained = {result["name"]: Scaling().loss(result) for result in results("versions")}
     gap = trained["moba-10m-x1"] - trained["full-10m-x1"]
-    assert f"it costs {gap:.3f} nats if it was trained with, and {at_once:.3f} if it is inserted" in PROSE
+    assert f"it costs {gap:.3f} nats if the model was trained with it, and {at_once:.3f} if it is inserted" in PROSE
 
 
 def test_chance_and_needles_outside_the_own_block() -> None:
