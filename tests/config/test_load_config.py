@@ -377,7 +377,8 @@ def test_numbers_that_overflow_later_are_refused(recipe: Path, path: str, number
 def test_missing_keys_say_what_they_need(write: Write) -> None:
     found = problems(write("empty.yaml", ""))
     assert "batch_tokens: missing; allowed: integer >= 1 (K, M = 1024)" in found
-    assert any(text.startswith("model: missing; allowed: section, such as {vocab_size: ...") for text in found)
+    (model,) = (text for text in found if text.startswith("model: missing; allowed: section, such as {vocab_size: ..."))
+    assert model.endswith("; or take a packaged one, such as `extends: qwen3-0.6b`")
     assert (
         "stages: missing; allowed: non-empty list of sections, such as [{name: ..., seq_len: ..., tokens: ...}]"
         in found
