@@ -1,4 +1,4 @@
-"""Loss in FP8 beside bf16 on real text: the real trainer, a small model, several seeds.
+"""Loss in FP8 and in bf16 on real text: the real trainer, a small model, several seeds.
 
     python -m benchmarks.float8_loss --output benchmarks/results/float8-loss-h200.json
     python -m benchmarks.float8_loss --corpus data/long --base-steps 1500 --output benchmarks/results/...

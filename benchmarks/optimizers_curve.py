@@ -1,4 +1,4 @@
-"""Muon beside AdamW at equal tokens on real text: the real trainer, a small model, several rates and seeds.
+"""Muon and AdamW at equal tokens on real text: the real trainer, a small model, several rates and seeds.
 
     python -m benchmarks.optimizers_curve --output benchmarks/results/optimizers-curve-h200.json
     python -m benchmarks.pictures optimizers-curve

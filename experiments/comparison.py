@@ -75,13 +75,13 @@ class Verdict:
     high: float
 
     @property
-    def word(self) -> Literal["agrees", "does not agree", "cannot be told"]:
+    def word(self) -> Literal["agrees", "does not agree", "inconclusive"]:
         """Agrees: the whole interval lies within the claim; does not: it lies outside."""
         if self.low <= self.estimate.low and self.estimate.high <= self.high:
             return "agrees"
         if self.estimate.high < self.low or self.high < self.estimate.low:
             return "does not agree"
-        return "cannot be told"
+        return "inconclusive"
 
     def __str__(self) -> str:
         seen = self.estimate.visible

@@ -1,5 +1,5 @@
 """Attention to selected blocks of keys, in the contract of protocol.py: base class of attentions that are full
-attention when no block can be left out, and attention to blocks that the caller selects.
+attention when no block can be left out, and block-sparse attention that the caller selects.
 
 Shape suffixes: T queries, n some of them, S keys, B sequences, H query heads, K key/value heads, D head width,
 C selected history blocks of a query.

@@ -36,5 +36,5 @@ class CheckpointConfig(OpenSection):
         3, ge=1, description="failed saves in a row after which the run reports, as an alert, how much it can lose"
     )
     max_failures: int | None = Field(
-        None, ge=1, description="failed saves in a row after which the run ends; null: it goes on"
+        None, ge=1, description="failed saves in a row after which the run ends; null: it continues"
     )

@@ -163,7 +163,8 @@ def _explain_one(details: ErrorDetails, root: type[Section]) -> tuple[str, str]:
 
     match details["type"]:
         case "missing":
-            return path, f"missing; allowed: {allowed}"
+            packaged = "; or take a packaged one, such as `extends: qwen3-0.6b`" if path == "model" else ""
+            return path, f"missing; allowed: {allowed}{packaged}"
         case "extra_forbidden" | "invalid_key":
             return path, _unknown_key(str(details["loc"][-1]), section, root)
         case "value_error":

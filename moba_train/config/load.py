@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from moba_train.config.base import Section
-from moba_train.config.explain import describe_field, explain, format_path, given, path_keys, section_of
+from moba_train.config.explain import describe_field, did_you_mean, explain, format_path, given, path_keys, section_of
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.errors import ConfigError
 from moba_train.foreign_files import read_foreign
@@ -329,7 +329,10 @@ def _why_unread(path: Path, error: OSError | ValueError) -> str:
     if "=" in path.name:
         return f"{reason}; the recipe comes first, key.path=value after it"
     where = "" if path.is_absolute() else f" (from {Path.cwd()})"
-    return f"{reason}{where}; packaged recipes and models: {', '.join(packaged_recipes())}"
+    if path.suffix in (".yaml", ".yml"):
+        return f"{reason}{where}{did_you_mean(path.name, [file.name for file in path.parent.glob('*.y*ml')])}"
+    names = packaged_recipes()
+    return f"{reason}{where}{did_you_mean(path.name, [*names])}; packaged recipes and models: {', '.join(names)}"
 
 
 def _read_text(path: Path, chain: tuple[Path, ...]) -> bytes:

@@ -17,7 +17,7 @@ class Float8Config(Section):
     )
     exclude: list[str] = Field(
         [],
-        description="linear layers that do not, by name with wildcards, each of which matches one at least: "
+        description="linear layers that stay out of FP8, as patterns of names; each must match at least one: "
         "blocks.0.*, *.feed_forward.down_proj",
     )
     emulate: bool = Field(

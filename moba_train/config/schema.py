@@ -32,7 +32,7 @@ class TrailingLossRecovered(Section):
 
 
 class UntilConfig(Section):
-    """A stage's exit criterion: the stage goes on beyond its `tokens` until the criterion is met, but never beyond
+    """A stage's exit criterion: the stage continues beyond its `tokens` until the criterion is met, but never beyond
     `max_tokens`. The criterion is either `trailing_loss_recovered`, or a bound on `metric`. It is judged once `tokens`
     are consumed and then at every evaluation that gives its numbers."""
 
@@ -64,7 +64,7 @@ class StageConfig(OpenSection):
     seq_len: Length = Field(le=2**30, description="tokens of one training sequence")
     tokens: TokenBudget = Field(ge=1, description="training tokens of this stage, rounded up to whole steps")
     until: UntilConfig | None = Field(
-        None, description="exit criterion: the stage goes on beyond `tokens` until it is met; null: it ends there"
+        None, description="exit criterion: the stage continues beyond `tokens` until it is met; null: it ends there"
     )
     batch_tokens: Length | None = Field(None, description="tokens per optimizer step; default: the recipe's")
     micro_batch_size: int | None = Field(None, ge=1, description="sequences per rank and pass; default: the recipe's")

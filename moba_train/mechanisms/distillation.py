@@ -64,15 +64,15 @@ class DistillOptions(Section):
         0.5,
         gt=0,
         le=1,
-        description="on logits: share of the divergence, of which the cross entropy has the rest; on attention: factor "
+        description="on logits: weight of the divergence, where the cross entropy has the rest; on attention: factor "
         "on the error, which is added",
     )
     temperature: float = Field(1.0, gt=0, le=100, description="on logits: divides the logits of both")
-    every: int = Field(1, ge=1, description="steps of which one distils, counted over the run; others learn labels")
+    every: int = Field(1, ge=1, description="distil in every N-th step of the run; the other steps learn labels")
     full_every: int | None = Field(
         None,
         ge=2,
-        description="steps of which one trains with full attention in all layers and learns labels, so that keys that "
+        description="every N-th step trains with full attention in all layers and learns labels, so that keys that "
         "no query selects get gradients; gates with a warm-up learn in it as there; null: none",
     )
 

@@ -161,7 +161,7 @@ class InfLLMOptions(Section):
     representatives: int = Field(4, ge=1, description="tokens of a block whose keys give its score")
     backend: Literal["auto", "triton", "composed", "reference"] = Field(
         "auto",
-        description="of attention to blocks; triton: kernels for CUDA and 16-bit dtypes; composed: varlen flash "
+        description="of block-sparse attention; triton: kernels for CUDA and 16-bit dtypes; composed: varlen flash "
         "attention over gathered queries, then a merge; reference: plain PyTorch, any device; auto: triton where it "
         "can run, else composed where it can run",
     )

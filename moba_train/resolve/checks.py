@@ -426,7 +426,7 @@ def _span_problems(schedule: ScheduleConfig, path: str, span: int, name: str) ->
     parts = {"warmup_tokens": schedule.warmup_tokens, "decay_tokens": schedule.decay_tokens}
     given = [f"{key} {tokens}" for key, tokens in parts.items() if tokens]
     if sum(parts.values()) > span:
-        yield f"{path}: {' + '.join(given)} do not fit in the {span} tokens of {name}"
+        yield f"{path}: {' + '.join(given)} do not fit in the {span} tokens of {name}; lower them"
 
 
 def _shape_problems(schedule: ScheduleConfig, path: str) -> Iterator[str]:

@@ -195,6 +195,10 @@ def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -
         return
     try:
         differences = list(model_differences(model, folder))
+        if len(differences) > 2 and foreign_source(folder):
+            differences[-1] += (
+                f"; `moba-train convert hf-to-moba {folder} OUTPUT` writes a recipe of this model to extend"
+            )
         yield from differences
         if spec is not None and not differences:
             yield from _kind_differences(spec, folder)

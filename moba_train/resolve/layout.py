@@ -268,5 +268,8 @@ def batch_problems(
             upper = lower + unit
             fits = f"{lower} or {upper}" if lower else f"{upper}"
             product = f"{text} = {unit}" if " x " in text else text
+            if mesh is not None and count == len(factors) and batch * dp // unit % mesh.dp_replicate == 0:
+                shards = gcd(mesh.dp_shard, batch * dp // unit // mesh.dp_replicate)
+                fits += f"; or set stages[{index}].parallel.cp to {mesh.cp * mesh.dp_shard // shards}"
             yield f"{key}: given {batch}; stage {stage.name!r} needs a multiple of {product}; nearest: {fits}"
             return

@@ -349,9 +349,8 @@ class StopTime:
         self._reported = self.seconds
         self._tell()
         return (
-            f"stopping in order takes up to {self.seconds} s (a step {self._step_s:.1f} s, a save "
-            f"{self._save_s:.1f} s): a scheduler must allow as much between SIGTERM and SIGKILL, Slurm by "
-            f"--signal=B:USR1@{self.seconds}"
+            f"an orderly stop takes up to {self.seconds} s (a step {self._step_s:.1f} s, a save {self._save_s:.1f} s); "
+            f"a scheduler must wait as long between SIGTERM and SIGKILL (Slurm: --signal=B:USR1@{self.seconds})"
         )
 
     def _tell(self) -> None:

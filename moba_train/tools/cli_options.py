@@ -34,8 +34,11 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         found = super().resolve_command(ctx, args)
-        if found[1] is not None and any(parameter.name == "output" for parameter in found[1].params):
-            outlast_output()
+        if (command := found[1]) is not None:
+            # From 0.29 on typer prints the line breaks of a docstring's later paragraphs.
+            command.help = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
+            if any(parameter.name == "output" for parameter in command.params):
+                outlast_output()
         return found
 
     def main(self, *arguments: Any, **options: Any) -> Any:

@@ -140,11 +140,11 @@ def print_environment(console: Console) -> None:
 
 
 def print_kernels(console: Console, machine: Machine) -> None:
-    """Print the kernels that attention to blocks runs on, and how to get faster ones if another torch has them."""
+    """Print the kernels that block-sparse attention runs on, and how to get faster ones if another torch has them."""
     if machine.device != "cuda":
-        console.print(f"attention to blocks: {', '.join(_passes(machine, 512))}")
+        console.print(f"block-sparse attention: {', '.join(_passes(machine, 512))}")
         return
-    table = Table(title="Kernels of attention to blocks, for bf16 and heads of 128", title_justify="left")
+    table = Table(title="Kernels of block-sparse attention, for bf16 and heads of 128", title_justify="left")
     for column in ("keys of a block", "forward pass", "backward pass"):
         table.add_column(column, overflow="fold")
     best = replace(machine, triton=BEST_PAIR[1])

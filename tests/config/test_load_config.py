@@ -112,10 +112,14 @@ def test_a_name_that_no_packaged_recipe_has_is_refused_with_the_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (own,) = problems("own.yml")
+    assert own.endswith(" (from " + str(tmp_path) + ")"), "nothing in the folder is close"
     for (problem,) in (problems("quickstrat"), problems(write("own.yaml", "extends: llama-2b"))):
         assert problem.endswith(f"; packaged recipes and models: {', '.join(packaged_recipes())}")
         assert ", mini/sft-1m, " in problem
         assert ", llama-1b, " in problem
+        assert any(f" (did you mean {name!r}?)" in problem for name in ("quickstart", "llama-1b")), problem
+    assert problems("own.yml")[0].endswith("(did you mean 'own.yaml'?)")
 
 
 def test_extends_lays_files_over_each_other_in_order(write: Write, recipe: Path) -> None:
@@ -373,7 +377,8 @@ def test_numbers_that_overflow_later_are_refused(recipe: Path, path: str, number
 def test_missing_keys_say_what_they_need(write: Write) -> None:
     found = problems(write("empty.yaml", ""))
     assert "batch_tokens: missing; allowed: integer >= 1 (K, M = 1024)" in found
-    assert any(text.startswith("model: missing; allowed: section, such as {vocab_size: ...") for text in found)
+    (model,) = (text for text in found if text.startswith("model: missing; allowed: section, such as {vocab_size: ..."))
+    assert model.endswith("; or take a packaged one, such as `extends: qwen3-0.6b`")
     assert (
         "stages: missing; allowed: non-empty list of sections, such as [{name: ..., seq_len: ..., tokens: ...}]"
         in found

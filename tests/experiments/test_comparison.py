@@ -68,7 +68,7 @@ def test_one_seed_says_nothing_and_strangers_are_refused() -> None:
     found = one.difference("moba", "full")
     assert found.value == pytest.approx(1.0)
     assert (found.low, found.high, found.visible) == (-math.inf, math.inf, math.inf)
-    assert Verdict("MoBA is worse", found, 0.0, math.inf).word == "cannot be told"
+    assert Verdict("MoBA is worse", found, 0.0, math.inf).word == "inconclusive"
     assert "no spread known" in str(Verdict("MoBA is worse", found, 0.0, math.inf))
     strangers = compare([Cell("full", "a", 1.0), Cell("moba", "b", 2.0)])
     with pytest.raises(ValueError, match="no common blocks"):
@@ -122,7 +122,7 @@ def test_sequences_are_paired_only_within_a_block_and_where_both_have_loss() -> 
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "word"), [(-0.01, 0.01, "agrees"), (0.01, 0.02, "does not agree"), (0.0, 0.01, "cannot be told")]
+    ("low", "high", "word"), [(-0.01, 0.01, "agrees"), (0.01, 0.02, "does not agree"), (0.0, 0.01, "inconclusive")]
 )
 def test_the_whole_interval_decides(low: float, high: float, word: str) -> None:
     verdict = Verdict("They are alike", Estimate(0.001, -0.004, 0.006, 0.008), low, high)

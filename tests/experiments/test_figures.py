@@ -217,7 +217,7 @@ def test_scaling_does_not_agree_where_moba_is_worse_and_cannot_tell_from_noise()
     worse = {"full": published.Law(2.6, -0.06), "moba": published.Law(2.65, -0.06)}
     assert Scaling().find(results_of(Scaling(), worse, 3e-4)).verdicts[0].word == "does not agree"
     noisy = Scaling().find(results_of(Scaling(), published.VALIDATION_8K, 0.05))
-    assert noisy.verdicts[0].word == "cannot be told"
+    assert noisy.verdicts[0].word == "inconclusive"
     assert noisy.verdicts[0].estimate.visible > 0.01
 
 

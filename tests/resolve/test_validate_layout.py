@@ -222,4 +222,6 @@ def test_shared_layers_are_of_the_run_not_of_a_stage(load: Load) -> None:
 
 def test_the_batch_must_divide_over_the_ranks(load: Load) -> None:
     (found,) = [text for text in problems(load(), 16) if "long" in text]
-    assert "needs a multiple of seq_len 8192 x 16 data-parallel ranks = 131072; nearest: 131072" in found
+    ending = "; nearest: 131072; or set stages[1].parallel.cp to 2"
+    assert found.endswith(f"needs a multiple of seq_len 8192 x 16 data-parallel ranks = 131072{ending}")
+    check(load("stages.1.parallel.cp=2"), 16)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def test_help_starts_at_once_without_heavy_imports() -> None:
         assert done.returncode == 0, done.stderr
         assert "plan" in done.stdout
     assert min(times) < 0.3
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "eval", "report"])
+def test_help_fills_its_lines(command: str) -> None:
+    """Typer 0.29 prints the line breaks of docstrings, which cut lines short in a terminal."""
+    text = runner.invoke(app, [command, "--help"], terminal_width=80).stdout.partition("╭")[0]
+    lines = [line.strip() for line in text.splitlines()]
+    assert len(lines) > 3
+    for line, after in pairwise(lines):
+        assert not after or not line or len(line) + len(after.split()[0]) >= 77, (line, after)
 
 
 def test_no_metavar_is_the_name_of_its_option_in_capitals() -> None:

@@ -61,7 +61,7 @@ def test_the_kernels_of_a_gpu_and_the_torch_that_has_faster_ones(
 
 
 def test_without_a_gpu_the_reference_runs() -> None:
-    assert printed(Machine("cpu")) == "attention to blocks: reference, on cpu\n"
+    assert printed(Machine("cpu")) == "block-sparse attention: reference, on cpu\n"
 
 
 def test_the_best_pair_is_that_of_the_lock_for_gpus() -> None:

@@ -50,7 +50,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of attention to blocks that decide about kernels."""
+    """The facts of block-sparse attention that decide about kernels."""
 
     machine: Machine
     dtype: torch.dtype
@@ -168,7 +168,7 @@ class Kernel(NamedTuple):
 def _warn_of_slower(why: str, remedy: str = "") -> None:
     """Warn once in a process that faster kernels cannot run here."""
     lost = (f"the {row.does} pass with blocks of {sizes_text(row.block_sizes or ())}" for row in KERNELS if row.gluon)
-    warnings.warn(f"{why}: attention to blocks takes slower ones for {'; '.join(lost)}{remedy}", stacklevel=2)
+    warnings.warn(f"{why}: block-sparse attention takes slower ones for {'; '.join(lost)}{remedy}", stacklevel=2)
 
 
 _SHORT = range(64, 129, 16)
@@ -349,7 +349,7 @@ under all-gather takes 375 ms, by Triton 488."""
 
 
 class BackendChoice(NamedTuple):
-    """The backends of a stage's attention to blocks."""
+    """The backends of a stage's block-sparse attention."""
 
     order: tuple[str, ...]
     """A batch takes the first that can do it; often there is one only."""

@@ -49,7 +49,7 @@ class GateOptions(Section):
     block_size: Length = Field(64, description="tokens per block; blocks start again with each document")
     topk: int = Field(32, ge=1, description="blocks each query attends to, its own included; 1: own block only")
     train_gate: bool = Field(
-        False, description="mode sparse: whether the gate goes on learning; mode warmup: it always does"
+        False, description="mode sparse: whether the gate keeps learning; mode warmup: it always learns"
     )
     kl_weight: float = Field(
         1.0, gt=0, description="factor on the gate's KL divergence, the auxiliary loss, which trains the gate alone"

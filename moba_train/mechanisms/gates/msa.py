@@ -52,7 +52,7 @@ class IndexOptions(GateOptions):
     """Options that kinds with an index branch share."""
 
     train_gate: bool = Field(
-        True, description="mode sparse: whether the gate goes on learning; mode warmup: it always does"
+        True, description="mode sparse: whether the gate keeps learning; mode warmup: it always learns"
     )
     index_dim: int | None = Field(
         None,

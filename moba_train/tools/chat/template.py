@@ -62,7 +62,7 @@ _CHATML = (
 )
 _NO_TOOLS = """\
 {%- if tools %}
-    {{- raise_exception('NAME has no place for a list of tools; give the folder of a model that has: --template') }}
+    {{- raise_exception('NAME has no place for a list of tools; give --template chatml or a model that has one') }}
 {%- endif %}
 """
 _QWEN = (

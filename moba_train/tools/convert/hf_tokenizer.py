@@ -269,17 +269,19 @@ def _sentencepiece_tokens(tokenizer: Tokenizer, marks: CorpusMarks) -> dict[str,
     return {key: index for key, index in ids.items() if 0 <= index < processor.vocab_size()}
 
 
+_TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+
+
 def _beginning(text: str | None, index: int | None) -> dict[str, Any] | None:
     """Post-processor of a tokenizer.json that puts a token before a text, or before each of two; None for no token.
     transformers 5 uses it for every class, transformers 4 uses `add_bos_token` for that of Llama."""
     if text is None:
         return None
     mark = {"SpecialToken": {"id": text, "type_id": 0}}
-    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
         "type": "TemplateProcessing",
-        "single": [mark, first],
-        "pair": [mark, first, mark, second],
+        "single": [mark, _TEXT],
+        "pair": [mark, _TEXT, mark, {"Sequence": {"id": "B", "type_id": 0}}],
         "special_tokens": {text: {"id": text, "ids": [index], "tokens": [text]}},
     }
 
@@ -289,8 +291,9 @@ def _additions(post_processor: dict[str, Any] | None) -> list[Any]:
     tokenizers."""
     try:
         steps = [] if post_processor is None else post_processor.get("processors", [post_processor])
-        # ByteLevel changes offsets alone.
-        return [step.get("single", step) for step in steps if step["type"] != "ByteLevel"]
+        # ByteLevel changes offsets alone; transformers 5 saves a template of the text alone.
+        added = [step.get("single", step) for step in steps if step["type"] != "ByteLevel"]
+        return [step for step in added if step != [_TEXT]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the post_processor of {TOKENIZER_JSON} cannot be read ({error!r})") from error
 

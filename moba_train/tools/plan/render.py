@@ -190,7 +190,7 @@ def _documents(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    rows: dict[str, Callable[[StagePlan], str]] = {"at its peak, in": lambda item: item.memory.moment}
+    rows: dict[str, Callable[[StagePlan], str]] = {"peak during": lambda item: item.memory.moment}
     rows |= {part: partial(_gibibytes, part) for part in (*MEMORY_PARTS, "total")}
     if any(item.memory.host_optimizer for item in plan.stages):
         rows["optimizer, in host memory"] = partial(_gibibytes, "host_optimizer")

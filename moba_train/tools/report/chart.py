@@ -136,6 +136,11 @@ def text(value: object) -> str:
     return html.escape(shortened, quote=False)
 
 
+def length_names(lengths: Sequence[int]) -> list[str]:
+    """Lengths in tokens as recipes write them: 512, 8K."""
+    return [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths]
+
+
 def wrapped(value: object, width: int = 70) -> str:
     """`text` in lines."""
     lines = [""]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from moba_train.tools.report.chart import Chart, Shown, Trace, palette, text
+from moba_train.tools.report.chart import Chart, Shown, Trace, length_names, palette, text
 from moba_train.tools.report.history import Column, Result, number
 
 _GROUPS = (
@@ -218,7 +218,7 @@ def _needle_map(run: Shown, result: Result, attention: str, by_length: list[list
     )
     layout = _trained_mark(data["lengths"], data["trained_length"]) | {"yaxis": {"title": "depth"}}
     key = f"needle-{run.index}-{len(how)}-{_safe(attention)}"
-    return _heatmap(key, title, note, _rows(by_length), _lengths(data["lengths"]), depths, layout)
+    return _heatmap(key, title, note, _rows(by_length), length_names(data["lengths"]), depths, layout)
 
 
 def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
@@ -236,7 +236,7 @@ def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
                 title = run.titled(f"Heads that look at the needle, {attention}")
                 names = [f"layer {layer}" for layer, _ in rows]
                 values = [row for _, row in rows]
-                lengths = _lengths(result.data["lengths"])
+                lengths = length_names(result.data["lengths"])
                 charts.append(_heatmap(f"selected-{run.index}", title, note, values, lengths, names, {}))
     return charts
 
@@ -289,7 +289,7 @@ def _tasks(run: Shown, result: Result, attention: str, scoring: str, by_task: di
     note = f"After step {result.step:,}: {data['samples']} samples of each task and length, seed {data['seed']}."
     key = f"{result.name}-{run.index}-{_safe(attention)}-{_safe(scoring)}"
     layout = _trained_mark(data["lengths"], data["trained_length"])
-    return _heatmap(key, title, note, [*by_task.values()], _lengths(data["lengths"]), [*map(text, by_task)], layout)
+    return _heatmap(key, title, note, [*by_task.values()], length_names(data["lengths"]), [*map(text, by_task)], layout)
 
 
 def _heatmap(
@@ -325,10 +325,6 @@ def _rows(by_length: list[list[Any]]) -> list[list[Any]]:
     return [list(row) for row in zip(*by_length, strict=True)]
 
 
-def _lengths(lengths: Sequence[int]) -> list[str]:
-    return [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths]
-
-
 def _trained_mark(lengths: Sequence[int], trained: int) -> dict[str, Any]:
     """A line behind the longest length that was trained, if there are longer ones."""
     inside = sum(length <= trained for length in lengths)
@@ -341,7 +337,7 @@ def _trained_mark(lengths: Sequence[int], trained: int) -> dict[str, Any]:
         "y": 1,
         "yref": "paper",
         "yanchor": "bottom",
-        "text": f"trained: {_lengths([trained])[0]}",
+        "text": f"trained: {length_names([trained])[0]}",
         "showarrow": False,
         "font": {"size": 11},
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moba_train.tools.report.chart import Chart, Shown, Trace, palette, text, wrapped
+from moba_train.tools.report.chart import Chart, Shown, Trace, length_names, palette, text, wrapped
 from moba_train.tools.report.history import (
     Column,
     Record,
@@ -211,6 +211,7 @@ def data_mix_chart(runs: Sequence[Shown]) -> list[Chart]:
         "xaxis": {"tickformat": ".0%", "range": [0, 1], "title": "share of tokens"},
         "yaxis": {"autorange": "reversed", "type": "category"},
         "hovermode": "closest",
+        "showlegend": True,
     }
     note = "Share of each corpus in a stage's tokens, by the weights of the recipe."
     return [Chart("data-mix", "Data mix", note, traces, layout, height=max(340, 170 + 34 * len(mixes)))]
@@ -229,12 +230,14 @@ def document_lengths_chart(runs: Sequence[Shown]) -> list[Chart]:
                 traces.append(trace | {"hovertemplate": "up to %{x:,} tokens: %{y:.1%}"})
     if not traces:
         return []
+    lengths = sorted({length for trace in traces for length in trace["x"]})
+    ticks = {"tickvals": lengths, "ticktext": length_names(lengths)}
     layout = {
-        "xaxis": {"type": "log", "dtick": math.log10(2), "title": "length of the document, tokens (up to)"},
+        "xaxis": {"type": "log", "title": "length of the document, tokens (up to)"} | ticks,
         "yaxis": {"title": "share of tokens", "tickformat": ".0%", "rangemode": "tozero"},
         "hovermode": "closest",
     }
-    note = "Share of a stage's tokens in documents of up to a length, and above half of it."
+    note = "Share of a stage's tokens by the length of their document: each value counts lengths above half of it."
     return [Chart("document-lengths", "Document lengths", note, traces, layout)]
 
 

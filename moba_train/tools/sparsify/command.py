@@ -75,9 +75,9 @@ def sparsify(
 ) -> None:
     """Make a trained model sparse, and compare it with full attention trained on the same data.
 
-    Says what the budget costs (oracle) and chooses the layers that stay full (calibration). Trains model and scorer
+    Measures what the budget costs (oracle) and chooses the layers that stay full (calibration). Trains model and scorer
     with full attention, then the sparse model, which learns from its own full attention. Evaluates, and writes a report
-    and the model. Each step is an ordinary command; the same call goes on where the last one ended."""
+    and the model. Each step is an ordinary command; the same command continues where the last one stopped."""
     from moba_train.tools.sparsify import page, recipes, steps
     from moba_train.tools.sparsify.places import places
 

@@ -132,13 +132,13 @@ def _against(sparse: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, An
     """The bar, against an arm of full attention."""
     found, there = (mean_of(arm, "needle")[0] for arm in (sparse, full))
     trailing, ruler = (mean_of(sparse, key)[0] - mean_of(full, key)[0] for key in ("trailing", "ruler"))
-    kept = found / there if there else 0.0  # where full attention finds none, nothing is shown
+    kept = found / there if there else 0.0
     holds = kept >= BAR["needle"] and trailing <= BAR["trailing"] and ruler >= -BAR["ruler"]
     return (
         f"Sparse attention finds {found:.3f} of the needles, and full attention, trained {trained}, {there:.3f}. The "
         f"sparse arm's trailing loss is {abs(trailing):.4f} nats {_side(trailing)} full attention's, its RULER "
         f"{abs(100 * ruler):.1f} points {_side(ruler)}. The bar (0.95 of the needles, 0.01 nats, 2 points) is "
-        f"{'met' if holds else 'not met'}."
+        f"{'met' if holds else 'not met' if there else 'not met: full attention finds no needle to compare with'}."
     )
 
 
@@ -181,11 +181,11 @@ def _errors(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
     names = ("budget", "selector", "weights")
     rows = [[f"seed {one['seed']}", *(_pair(one["errors"].get(name)) for name in names)] for one in arms["sparse"]]
     note = (
-        "Nats of trailing loss, above 0: worse. Budget: the ideal selection against full attention; selector: the own "
-        "selection, if it has that size, against the ideal one; weights: full attention on these weights against the "
-        "arm of full attention."
+        "Nats of trailing loss, above 0: worse. Budget: the ideal selection against full attention; selector: the "
+        "arm's own selection, if it has that size, against the ideal one; weights: full attention on these weights "
+        "against the arm of full attention."
     )
-    return Table("What costs how much in the sparse arm", note, ["", *names], rows)
+    return Table("Cost of budget, selector and weights in the sparse arm", note, ["", *names], rows)
 
 
 def _oracle(oracle: dict[str, Any]) -> Table:
@@ -214,8 +214,8 @@ def _candidates(calibration: dict[str, Any]) -> Table:
         ]
         for one in calibration["candidates"]
     ]
-    note = "Layers that stay full, by what they were chosen by; loss with all others sparse, by the ideal selection."
-    return Table("Which layers stay full", note, ["chosen by", "layers", "trailing loss", "loss of needles"], rows)
+    note = "Layers that each criterion keeps full, and the loss with the ideal selection in all others."
+    return Table("Which layers stay full", note, ["criterion", "layers", "trailing loss", "loss of needles"], rows)
 
 
 def _time(found: dict[str, Any]) -> Table:

@@ -100,7 +100,7 @@ def test_a_job_goes_on_after_its_time_limit_and_after_the_loss_of_a_node(
     cluster.run(0, "scontrol", "update", f"JobId={number}", "TimeLimit=11")  # less than ten minutes are left of it
     cluster.wait(lambda: restarts() == 1, 120, "the end of the time limit")
     saved = step_of(disturbed)
-    assert "stopping in order" in output.read_text()
+    assert "an orderly stop" in output.read_text()
     cluster.wait(lambda: cluster.job(number)["JobState"] == "PENDING", 60, "queued again")
     cluster.run(0, "scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=60")  # else after two minutes
 

@@ -219,3 +219,10 @@ def test_a_model_folder_without_its_weights_is_found(recipe: Path, tmp_path: Pat
     (problem,) = initial_problems(found.model, None, folder)
     assert problem.startswith(f"init_from: {folder}")
     assert "safetensors" in problem
+    other = found.model.model_copy(update={"layers": 2, "intermediate_size": 64})
+    command = f"`moba-train convert hf-to-moba {folder} OUTPUT` writes a recipe"
+    assert not any(command in problem for problem in initial_problems(other, None, folder)), (
+        "two keys are soon corrected"
+    )
+    *_, last = initial_problems(other.model_copy(update={"vocab_size": 9}), None, folder)
+    assert command in last

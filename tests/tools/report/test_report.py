@@ -390,16 +390,18 @@ def test_the_lengths_of_documents_are_those_that_each_stage_has_recorded(
     recorded: Path, change_records: Callable[[Path, Callable[[dict[str, Any]], object]], None]
 ) -> None:
     assert "document-lengths" not in charts(recorded)  # a run of an earlier version
-    forged = {"64": 3.0, "128": 1, "x": 4, "256": "many", "9" * 99: 1, "512": -1}
+    forged = {"64": 3.0, "8192": 1, "x": 4, "256": "many", "9" * 99: 1, "512": -1}
 
     def add(record: dict[str, Any]) -> None:
         if record["type"] == "stage":
             record["tokens_by_length"] = forged
 
     change_records(recorded, add)
-    traces = charts(recorded)["document-lengths"]["traces"]
-    assert len(traces) == 3
-    assert {(tuple(trace["x"]), tuple(trace["y"])) for trace in traces} == {((64, 128), (0.75, 0.25))}
+    chart = charts(recorded)["document-lengths"]
+    assert len(chart["traces"]) == 3
+    assert {(tuple(trace["x"]), tuple(trace["y"])) for trace in chart["traces"]} == {((64, 8192), (0.75, 0.25))}
+    assert chart["layout"]["xaxis"]["ticktext"] == ["64", "8K"]
+    assert charts(recorded)["data-mix"]["layout"]["showlegend"], "also names a single corpus"
 
 
 def test_the_data_mix_follows_the_weights() -> None:

@@ -89,7 +89,7 @@ def test_the_report_has_every_table_and_the_commands(made: Path) -> None:
     written = (made / "report.html").read_text()
     for text in ("after equal tokens", "the sparse arm", "the budget costs", "stay full", "tokens/s", "full_layers:"):
         assert text in written
-    assert "is not met. This is 1 seed; a claim takes three." in written
+    assert "full attention finds no needle to compare with. This is 1 seed; a claim takes three." in written
     assert "nan" not in written
     links = re.findall(r'href="([^"]+)"', written)
     assert {"oracle/evaluation.html", "evaluation/sparse-1/evaluation.html"} <= {*links}
@@ -121,7 +121,7 @@ def test_programs_print_the_tables_and_draw_the_split(
         return capsys.readouterr().out, results
 
     printed, (summary,) = call_program(sparsify_tables.main, str(made / "summary.json"))
-    assert "is not met. This is 1 seed; a claim takes three." in printed
+    assert "full attention finds no needle to compare with. This is 1 seed; a claim takes three." in printed
     assert f"| sparse | {summary['arms']['sparse'][0]['trailing']:.4f} | " in printed
     files = {"before": made / "oracle", "sparse": made / "evaluation" / "sparse-1"}
     named = [f"{name}={folder / 'evaluation.json'}" for name, folder in files.items()]
@@ -297,7 +297,7 @@ def test_a_batch_has_a_sequence_for_every_rank(project: Path, monkeypatch: pytes
     monkeypatch.chdir(project)
     code, output = call("--dry-run", "--gpus", "2", output=tmp_path / "new", tokens="1M")
     assert code == 0, output
-    assert "Planned for 2 of" in output
+    assert "Planned for 2 x " in output
 
 
 def test_a_call_that_was_refused_leaves_no_choice_behind_and_an_edited_recipe_is_named(

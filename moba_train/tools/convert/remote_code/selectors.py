@@ -1,4 +1,4 @@
-"""Kinds of attention to blocks that something else than mean keys selects.
+"""Kinds of block-sparse attention that something else than mean keys selects.
 
 - `msa`: MiniMax Sparse Attention (arXiv:2606.13392): the blocks whose best tokens an index branch scores highest.
 - `qsa`, after Qwen's sparse attention: entries of a few tokens, by the mean of their index keys.
