@@ -289,7 +289,7 @@ def generate(
     from moba_train.parallel.world import broadcast, joined_world
     from moba_train.tools.chat.control_tokens import ChatTokenizer
     from moba_train.tools.chat.load import has_chat_template
-    from moba_train.tools.evaluate import load_on_this_machine, prompt_ranks, training_of
+    from moba_train.tools.evaluate import load_on_this_machine, ranks_of_prompt, training_of
     from moba_train.tools.evaluated_recipe import open_to_generate
     from moba_train.tools.generate import chat_prompt, generate_text, read_prompt
     from moba_train.tools.inference.corpus_marks import corpus_marks, ends_of_text
@@ -323,7 +323,7 @@ def generate(
             marks=marks,
             stop_tokens=ends_of_text(tokenizer_path, tokenizer_roots),
             trained_length=training_of(saved).seq_len,
-            ranks=None if world is None else prompt_ranks(saved, world),
+            ranks=None if world is None else ranks_of_prompt(saved, world),
             say=lambda line: typer.echo(line, err=True) if is_main else None,
         )
         first = next(text, "")  # bad input is refused here, before anything is printed

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 
@@ -41,8 +40,6 @@ from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
 from moba_train.output_files import make_folder, write_new
 from moba_train.parallel.activations import set_activations
-from moba_train.parallel.context.comm import Communicator
-from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
@@ -53,7 +50,7 @@ from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.evaluated_recipe import EvaluationOptions, evaluated_setting, evaluations_named
 from moba_train.tools.hf.config import is_hf_folder
 from moba_train.tools.hf.weights import load_hf_weights
-from moba_train.tools.inference.across_ranks import PromptRanks
+from moba_train.tools.inference.across_ranks import PromptRanks, prompt_ranks
 from moba_train.tools.report.sink import plotly_is_installed
 from moba_train.tools.saved_recipe import SavedRun, Training, load_trained, load_weights, saved_training
 
@@ -155,16 +152,13 @@ def load_on_this_machine(saved: SavedRun) -> Transformer:
     return model.to(dtype).eval()
 
 
-def prompt_ranks(saved: SavedRun, world: World) -> PromptRanks | None:
+def ranks_of_prompt(saved: SavedRun, world: World) -> PromptRanks | None:
     """All ranks, to share a prompt by the transport of the stage or, with another number of ranks, that of `auto`; None
     if there is one. Called on all ranks together."""
-    group = dist.group.WORLD
-    if world.size == 1 or group is None:
+    if world.size == 1:
         return None
     stage, _ = _laid_out(saved.stage, world.size, world.size)
-    strategy, _ = stage_strategy(saved.spec.config, stage, world.ranks_per_node)
-    engine = context_engine(strategy, group, world.device, world.timeout)
-    return PromptRanks(engine, Communicator(group, world.device))
+    return prompt_ranks(stage_strategy(saved.spec.config, stage, world.ranks_per_node)[0], world)
 
 
 logger = logging.getLogger(__name__)

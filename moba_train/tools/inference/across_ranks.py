@@ -1,10 +1,10 @@
 """Generation of one text whose keys and values are spread over the ranks of context parallelism.
 
-The ranks read the prompt together, in one pass, as in training. Each keeps the keys and values of its own units (blocks)
-of the prompt; the rank with the newest unit also takes those of new tokens. All ranks compute a new token: each attends
-to the keys that it holds, and the partial results are merged by online softmax. Summaries of all units are on every
-rank, so that all select what one device would. A token's launches are never recorded as a CUDA graph: torch orders the
-messages between ranks by streams and events of its own, which a graph would have to take in.
+The ranks read the prompt together, in one pass, as in training. Each keeps the keys and values of its own units (MoBA's
+blocks), and the rank with the newest unit takes those of new tokens. All ranks compute a new token: each attends to the
+keys that it holds, and the partial results are merged by online softmax. Summaries of all units are on every rank, so
+that all select what one device would. A token's launches are not recorded as a CUDA graph: its messages run on a stream
+of their own, and that a graph repeats them has not been tried.
 
 Shape suffixes: L rows of a shard, U rows of a rank's own units, S keys that this rank holds, R ranks, H query heads,
 K key/value heads, D head width, V vocabulary.
@@ -12,9 +12,11 @@ K key/value heads, D head width, V vocabulary.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moba_train.attention.engine import LOCAL_ENGINE, Engine
@@ -28,9 +30,11 @@ from moba_train.model.block import Block
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import FEED_FORWARD_ROWS
 from moba_train.parallel.context.comm import Communicator
-from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.engine import ContextParallel, context_engine
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.base import ShardedCall, padded
 from moba_train.parallel.context.units import owned_units, rows_of_own_units, summaries_of_own_units
+from moba_train.parallel.world import World
 from moba_train.tools.inference.cache import Decode, full_attention
 from moba_train.tools.inference.generate import Sampling, check_generation, sample
 
@@ -42,6 +46,15 @@ class PromptRanks(NamedTuple):
     """Runs the attention of the prompt."""
     communicator: Communicator
     """Communication among all of them."""
+
+
+def prompt_ranks(strategy: CPStrategy, world: World) -> PromptRanks:
+    """All ranks of the world, called on all together. Raises ValueError, naming the YAML key, for an impossible
+    strategy."""
+    group = dist.group.WORLD
+    assert group is not None
+    engine = context_engine(strategy, group, world.device, world.timeout)
+    return PromptRanks(engine, Communicator(group, world.device))
 
 
 @torch.no_grad()
@@ -58,8 +71,8 @@ def generate_across_ranks(
 ) -> Iterator[int]:
     """Yield the token ids that `generate` would, on all ranks together, which give equal arguments.
 
-    `sampling`: those of `Sampling`. Raises ValueError as `generate`, and, naming the key, for a prompt with fewer tokens
-    than ranks and for kinds of attention that cannot (`check_kinds`).
+    `sampling`: the fields of `Sampling`. Raises ValueError as `generate`, and, naming the key, for a prompt with fewer
+    tokens than ranks and as `check_kinds`.
     """
     rules = Sampling(**sampling)
     check_generation(model, [prompt], rules, decode)
@@ -71,7 +84,7 @@ def generate_across_ranks(
         logits_V = spread.read(model, prompt)
         on_prefill(len(prompt))
         for step in range(max_new_tokens):
-            token = spread.agreed(lambda logits_V=logits_V: sample(logits_V, rules, generator))
+            token = spread.agreed(partial(sample, logits_V, rules, generator))
             if token in stop_tokens:
                 return
             yield token
@@ -90,16 +103,15 @@ def check_kinds(kinds: Iterable[AttentionKind], decode: Decode) -> None:
         for attention in kind.attentions:
             if not (attention.facts.merges or (decode == "full" and attention.facts.decodes_full)):
                 raise ValueError(
-                    f"attention: kind {kind.name} with several ranks (--gpus); its new tokens cannot attend to the keys "
-                    "of each rank alone, as the results do not merge; allowed: one rank"
+                    f"attention: given kind {kind.name} with several ranks (--gpus), whose results over the keys of "
+                    "each rank do not merge; allowed: one rank"
                 )
 
 
 def _refused(kind: str) -> str:
     return (
-        f"attention: kind {kind} with several ranks (--gpus), of which its layers gather more than keys and values; "
-        "allowed: one rank, or layers that make one attention call: full, moba without key_conv, moba_window, window, "
-        "capped"
+        f"attention: given kind {kind} with several ranks (--gpus), whose layers gather more than keys and values; "
+        "allowed: one rank, or kinds of one attention call: full, moba without key_conv, moba_window, window, capped"
     )
 
 
