@@ -22,8 +22,8 @@ def test_a_prompt_is_read_and_its_tokens_are_timed(monkeypatch: pytest.MonkeyPat
     assert len(own["text"]) == 3 + 5 + 1
     assert own["token_ms"]["count"] == 5
     assert own["peak_gib"] == 1
-    rows = [{"context": 2**17, "decode": "own", "graph": True, **own}, {**full, "gpus": 4, "context": 2**20, "graph": False}]
-    rows[1] |= {"decode": "full", "error": "out of memory"}
+    rows = [{"context": 2**17, "decode": "own", "graph": True, **own}, {**full, "context": 2**20, "graph": False}]
+    rows[1] |= {"decode": "full", "gpus": 4, "error": "out of memory"}
     with joined_world() as world:
         ranks = prompt_ranks(CPStrategy(1, "allgather", "zigzag", 1), world)
         assert generation.run(model, [*range(50)], 5, "own", False, ranks)["text"] == own["text"]

@@ -156,7 +156,7 @@ def test_kinds_that_make_one_attention_call_are_those_of_one_device(name: str, d
     ("name", "options", "decode", "message"),
     [
         ("infllm", {}, "full", "kind infllm with several ranks .* allowed: one rank, or kinds"),
-        ("moba", {"key_conv": 3}, "full", "kind moba with several ranks .* moba without key_conv"),
+        ("moba", {"key_conv": 3}, "full", "kind moba with several ranks .* without key_conv moba"),
         ("moba_v1", {"merge": "sum"}, "full", "kind moba_v1 with several ranks .* do not merge; allowed: one rank"),
         ("by_group", {}, "own", "kind by_group with several ranks"),
     ],

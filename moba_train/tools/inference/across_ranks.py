@@ -111,7 +111,8 @@ def check_kinds(kinds: Iterable[AttentionKind], decode: Decode) -> None:
 def _refused(kind: str) -> str:
     return (
         f"attention: given kind {kind} with several ranks (--gpus), whose layers gather more than keys and values; "
-        "allowed: one rank, or kinds of one attention call: full, moba without key_conv, moba_window, window, capped"
+        "allowed: one rank, or kinds of one attention call: full, window, capped, and without key_conv moba, moba_v1 "
+        "and moba_window"
     )
 
 
@@ -176,7 +177,7 @@ class _Held:
     ranges: TokenRanges
     """Tokens of the keys; rows behind these are for new ones."""
     summaries: Tensor | None
-    """Of all units that the text may get; zeros for those that are not complete."""
+    """One row for each unit that the text may get; zeros for units that are not complete."""
 
     @property
     def tokens(self) -> int:
