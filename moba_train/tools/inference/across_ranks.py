@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moba_train.attention.engine import LOCAL_ENGINE, Engine
+from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.cached_keys import CachedKeys, last_tokens
 from moba_train.attention.kernels.common.merge import nothing_seen, with_sink
 from moba_train.attention.kind import AttentionKind
@@ -254,10 +255,12 @@ class SpreadAttention(Engine):
         if not tokens:
             return nothing_seen(q_1HD)
         if self._decode == "full" and attention.facts.decodes_full:
+            attention = full_attention(q_1HD.shape[-1])
+        if type(attention) is FullAttention:
             # All of them come before the query, or are its own: a sequence of their own, whatever lies between.
             own = layout.cached(("own keys", tokens), lambda: last_tokens([tokens], q_1HD.device))
             cached = CachedKeys(held.k_SKD, held.v_SKD, (TokenRange(0, tokens),), own, None)
-            return full_attention(q_1HD.shape[-1]).decode(q_1HD, cached)
+            return attention.decode(q_1HD, cached)
         summaries = held.summaries
         if summaries is not None:
             summaries = summaries[: layout.total // attention.facts.alignment + 1]
