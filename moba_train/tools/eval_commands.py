@@ -4,6 +4,9 @@ cli.py makes commands of these functions.
 """
 
 import itertools
+import os
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,6 +34,14 @@ TokenizerOption = Annotated[
 def _lengths(text: str | None) -> tuple[int, ...]:
     """Lengths in `text`, separated by commas; none if it is not given."""
     return tuple(parse_length(length.strip()) for length in text.split(",")) if text else ()
+
+
+def _on_ranks(gpus: int) -> None:
+    """Begin the command again under torchrun, if it is not there and more than one rank is asked for."""
+    if gpus > 1 and "RANK" not in os.environ:
+        from moba_train.tools.launch.torchrun import torchrun_command
+
+        os.execv(sys.executable, [*torchrun_command(gpus), "-m", "moba_train.tools.cli", *sys.argv[1:]])
 
 
 def evaluate(
@@ -72,14 +83,8 @@ def evaluate(
     """Evaluate on held-out text and other tasks, with own and full attention on the same weights.
 
     Results go to RUN/evaluations/."""
-    import os
-    import sys
-
     check_output_folder(output)
-    if gpus > 1 and "RANK" not in os.environ:
-        from moba_train.tools.launch.torchrun import torchrun_command
-
-        os.execv(sys.executable, [*torchrun_command(gpus), "-m", "moba_train.tools.cli", *sys.argv[1:]])
+    _on_ranks(gpus)
     from moba_train.tools.evaluate import evaluate_checkpoint
     from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 
@@ -249,16 +254,9 @@ def generate(
             help="attention of new tokens: full (layers with windows or states: as trained), or each layer's own",
         ),
     ] = "full",
+    gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine, which share the prompt")] = 1,
 ) -> None:
     """Continue a prompt. The prompt is read with each layer's own attention."""
-    from moba_train.tools.chat.control_tokens import ChatTokenizer
-    from moba_train.tools.chat.load import has_chat_template
-    from moba_train.tools.evaluate import load_on_this_machine, training_of
-    from moba_train.tools.evaluated_recipe import open_to_generate
-    from moba_train.tools.generate import chat_prompt, generate_text, read_prompt
-    from moba_train.tools.inference.corpus_marks import corpus_marks, ends_of_text
-    from moba_train.tools.text_tokenizer import load_text_tokenizer
-
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give either --prompt TEXT or --prompt-file FILE")
     if prompt == "":
@@ -269,31 +267,48 @@ def generate(
         raise typer.BadParameter(f"--prompt: not UTF-8 text, at character {error.start}") from None
     if not 0 < top_p <= 1:
         raise typer.BadParameter(f"--top-p: given {top_p:g}; allowed: above 0, at most 1")
-    saved, roots = open_to_generate(checkpoint, tokenizer, tuple(overrides or ()))
-    tokenizer_path = tokenizer or str(saved.config.data.tokenizer)
-    tokenizer_roots = None if tokenizer else roots
-    known = load_text_tokenizer(tokenizer_path, tokenizer_roots)
-    marks = corpus_marks(saved, roots)
-    if chat or marks.spelt_out(has_chat_template(tokenizer_path, tokenizer_roots)):
-        known = ChatTokenizer(known)
-    given = prompt or "" if prompt_file is None else read_prompt(prompt_file)
-    if chat:
-        given = chat_prompt(given, marks.template, Path(tokenizer_path))
-    text = generate_text(
-        load_on_this_machine(saved),
-        known,
-        given,
-        max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        decode=decode,
-        marks=marks,
-        stop_tokens=ends_of_text(tokenizer_path, tokenizer_roots),
-        trained_length=training_of(saved).seq_len,
-        say=lambda line: typer.echo(line, err=True),
-    )
-    first = next(text, "")  # bad input is refused here, before anything is printed
-    for addition in itertools.chain([prompt or "", first], text):
-        typer.echo(addition, nl=False)
-    typer.echo()
+    _on_ranks(gpus)
+    from moba_train.parallel.world import broadcast, joined_world
+    from moba_train.tools.chat.control_tokens import ChatTokenizer
+    from moba_train.tools.chat.load import has_chat_template
+    from moba_train.tools.evaluate import load_on_this_machine, ranks_of_prompt, training_of
+    from moba_train.tools.evaluated_recipe import open_to_generate
+    from moba_train.tools.generate import chat_prompt, generate_text, read_prompt
+    from moba_train.tools.inference.corpus_marks import corpus_marks, ends_of_text
+    from moba_train.tools.text_tokenizer import load_text_tokenizer
+
+    with joined_world() if "RANK" in os.environ else nullcontext() as world:
+        is_main = world is None or world.is_main
+        opened, roots = open_to_generate(checkpoint, tokenizer, tuple(overrides or ()))
+        # Of a run that trains, ranks may have found different checkpoints; the first rank holds its own.
+        saved = opened if world is None else broadcast(opened._replace(held=None))
+        tokenizer_path = tokenizer or str(saved.config.data.tokenizer)
+        tokenizer_roots = None if tokenizer else roots
+        known = load_text_tokenizer(tokenizer_path, tokenizer_roots)
+        marks = corpus_marks(saved, roots)
+        if chat or marks.spelt_out(has_chat_template(tokenizer_path, tokenizer_roots)):
+            known = ChatTokenizer(known)
+        # On one rank: stdin cannot be read by several.
+        given = read_prompt(prompt_file) if prompt_file is not None and is_main else prompt or ""
+        given = given if world is None else broadcast(given)
+        if chat:
+            given = chat_prompt(given, marks.template, Path(tokenizer_path))
+        text = generate_text(
+            load_on_this_machine(saved),
+            known,
+            given,
+            max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            decode=decode,
+            marks=marks,
+            stop_tokens=ends_of_text(tokenizer_path, tokenizer_roots),
+            trained_length=training_of(saved).seq_len,
+            ranks=None if world is None else ranks_of_prompt(saved, world),
+            say=lambda line: typer.echo(line, err=True) if is_main else None,
+        )
+        first = next(text, "")  # bad input is refused here, before anything is printed
+        for addition in itertools.chain([prompt or "", first], text, ["\n"]):
+            if is_main:
+                typer.echo(addition, nl=False)

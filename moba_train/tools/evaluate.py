@@ -43,12 +43,14 @@ from moba_train.parallel.activations import set_activations
 from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
+from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.parallel.world import World, broadcast, gather_over_ranks, joined_world
 from moba_train.resolve.run import resolve_unchecked, setup_on, stage_layout
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.evaluated_recipe import EvaluationOptions, evaluated_setting, evaluations_named
 from moba_train.tools.hf.config import is_hf_folder
 from moba_train.tools.hf.weights import load_hf_weights
+from moba_train.tools.inference.across_ranks import PromptRanks, prompt_ranks
 from moba_train.tools.report.sink import plotly_is_installed
 from moba_train.tools.saved_recipe import SavedRun, Training, load_trained, load_weights, saved_training
 
@@ -148,6 +150,15 @@ def load_on_this_machine(saved: SavedRun) -> Transformer:
     model.set_attention(build_attention(saved.stage.attention, saved.spec.config.head_width))
     model.set_rope(saved.stage.rope)
     return model.to(dtype).eval()
+
+
+def ranks_of_prompt(saved: SavedRun, world: World) -> PromptRanks | None:
+    """All ranks, to share a prompt by the transport of the stage or, with another number of ranks, that of `auto`; None
+    if there is one. Called on all ranks together."""
+    if world.size == 1:
+        return None
+    stage, _ = _laid_out(saved.stage, world.size, world.size)
+    return prompt_ranks(stage_strategy(saved.spec.config, stage, world.ranks_per_node)[0], world)
 
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from moba_train.errors import DataError, UserError
 from moba_train.model.transformer import Transformer
 from moba_train.tools.chat.load import load_chat_template, recorded_template
 from moba_train.tools.chat.template import TemplateDefinition
+from moba_train.tools.inference.across_ranks import PromptRanks, generate_across_ranks
 from moba_train.tools.inference.cache import Decode
 from moba_train.tools.inference.corpus_marks import NO_MARKS, CorpusMarks
 from moba_train.tools.inference.generate import generate
@@ -89,6 +91,7 @@ def generate_text(
     marks: CorpusMarks = NO_MARKS,
     stop_tokens: Collection[int] = (),
     trained_length: int | None = None,
+    ranks: PromptRanks | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> Iterator[str]:
     """Yield the text that continues the prompt as its tokens are sampled.
@@ -96,6 +99,7 @@ def generate_text(
     marks: tokens at the ends of the documents of training; a prompt begins and an answer ends like them
     stop_tokens: further tokens that end an answer, in addition to the tokenizer's `eos_id`
     trained_length: longest sequences of training, in tokens; None if not known
+    ranks: those that share the prompt and generate together, with equal arguments; None: this device alone
     say: gets lines about the progress of reading the prompt, and before that a warning if prompt and answer may be
         longer than `trained_length`
 
@@ -114,7 +118,9 @@ def generate_text(
             "the stage's RoPE"
         )
     ends = {token for token in (tokenizer.eos_id, *marks.ends, *stop_tokens) if token is not None}
-    answer = generate(
+    record = cuda_graph if model.embedding.weight.is_cuda else None
+    run = partial(generate, record=record) if ranks is None else partial(generate_across_ranks, ranks)
+    answer = run(
         model,
         tokens,
         max_new_tokens,
@@ -125,7 +131,6 @@ def generate_text(
         stop_tokens=ends,
         decode=decode,
         on_prefill=PrefillProgress(len(tokens), say),
-        record=cuda_graph if model.embedding.weight.is_cuda else None,
     )
     try:
         yield from _added_text(tokenizer, tokens, answer)

@@ -17,7 +17,7 @@ from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.tools.inference import generate as generate_module
 from moba_train.tools.inference.cache import CachedAttention, CachePlan, Decode
-from moba_train.tools.inference.generate import Sampling, _sample, generate, generate_batch
+from moba_train.tools.inference.generate import Sampling, generate, generate_batch, sample
 from moba_train.tools.inference.graph import cuda_graph
 from tests.attention.kind_checks import MODEL, small_model
 
@@ -125,7 +125,7 @@ def test_a_tiny_nucleus_is_greedy() -> None:
 def test_tokens_are_drawn_as_often_as_temperature_and_nucleus_say(sampling: Sampling, want: list[float]) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log() + 7
-    drawn = torch.tensor([_sample(logits, sampling, generator) for _ in range(4000)])
+    drawn = torch.tensor([sample(logits, sampling, generator) for _ in range(4000)])
     got = drawn.bincount(minlength=4) / 4000
     torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=0.03)
     assert not got[torch.tensor(want) == 0].any()

@@ -128,7 +128,7 @@ class CachedAttention(Engine):
         stored = self._append(k_TKD, v_TKD, attention)
         cached = CachedKeys(stored.k_RKD, stored.v_RKD, plan.ranges(), plan.layout, None)
         if plan.prompt is None and self._decode == "full" and attention.facts.decodes_full:
-            attention = _full_attention(q_THD.shape[-1])
+            attention = full_attention(q_THD.shape[-1])
             plan.unit = _repeated(attention, q_THD, plan.unit)
             return attention.decode(q_THD, cached)
         plan.unit = _repeated(attention, q_THD, plan.unit) if plan.prompt is None else plan.unit
@@ -293,5 +293,6 @@ def _repeated(attention: LocalAttention, q_BHD: Tensor, unit: int) -> int:
 
 
 @cache
-def _full_attention(head_dim: int) -> FullAttention:
+def full_attention(head_dim: int) -> FullAttention:
+    """Full attention of new tokens with `decode: full`."""
     return FullAttention(FullAttention.Options(), head_dim)

@@ -96,14 +96,7 @@ def generate_batch(
     only, and is the same again on the same device. Raises ValueError for an empty prompt, values out of range, or an
     attention kind that cannot decode so.
     """
-    check_decode(decode)
-    sampling.check()
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {index}: no tokens given, at least one needed")
-    problems = {kind.facts.own_decode_problem for kind in model.attention_kinds()} - {""}
-    if decode == "own" and problems:
-        raise ValueError("; ".join(sorted(problems)))
+    check_generation(model, prompts, sampling, decode)
     if max_new_tokens < 1:
         return
     device = model.embedding.weight.device
@@ -115,7 +108,7 @@ def generate_batch(
     try:
         logits = {index: _read(model, plan, index, prompt, on_prefill) for index, prompt in enumerate(prompts)}
         for step in range(max_new_tokens):
-            drawn = {index: _sample(logits_V, sampling, generators[index]) for index, logits_V in logits.items()}
+            drawn = {index: sample(logits_V, sampling, generators[index]) for index, logits_V in logits.items()}
             tokens = {index: token for index, token in drawn.items() if token not in stop_tokens}
             if tokens:
                 yield tokens
@@ -125,6 +118,18 @@ def generate_batch(
             logits = _next(model, plan, running, repeated)
     finally:
         model.set_engines([LOCAL_ENGINE] * len(model.blocks))
+
+
+def check_generation(model: Transformer, prompts: Sequence[Sequence[int]], sampling: Sampling, decode: Decode) -> None:
+    """Raises ValueError for an empty prompt, values out of range, or an attention kind that cannot decode so."""
+    check_decode(decode)
+    sampling.check()
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index}: no tokens given, at least one needed")
+    problems = {kind.facts.own_decode_problem for kind in model.attention_kinds()} - {""}
+    if decode == "own" and problems:
+        raise ValueError("; ".join(sorted(problems)))
 
 
 def _read(
@@ -159,7 +164,8 @@ def _next(
     return dict(zip(tokens, logits_BV, strict=True))
 
 
-def _sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """The next token id, drawn from its logits [V]."""
     logits_V = logits_V[: sampling.vocab_size].float()
     if sampling.temperature == 0:
         return int(logits_V.argmax())

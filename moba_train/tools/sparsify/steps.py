@@ -370,8 +370,8 @@ def print_plan(request: Request, source: Source, output: Path, scratch: Path, sa
             each = ", ".join(f"{one.stage.name} {format_duration(one.seconds)}" for one in made.stages)
             line += f"\n   planned: {format_duration(made.seconds)} ({each})"
         say(line)
-    on = gpu.name if gpu is not None else "an H100, as this machine has no GPU"
-    say(f"Planned for {request.gpus} of {on}, at {PLANNED_MFU:.0%} of its peak; evaluations are not planned.")
+    on = gpu.name if gpu is not None else "H100 (this machine has no GPU)"
+    say(f"Planned for {request.gpus} x {on} at {PLANNED_MFU:.0%} of its peak; evaluations are not planned.")
 
 
 def run_command(words: Sequence[str], gpus: int) -> int:
