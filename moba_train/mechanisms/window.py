@@ -34,6 +34,7 @@ from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
+from moba_train.mechanisms import window_sinks
 from moba_train.mechanisms.window_edges import WindowExchange
 
 _LEAST_TILE = 128
@@ -44,10 +45,6 @@ _ROWS_AT_ONCE = 2**18
 
 _BLOCK = 128
 """Tokens of a block, of which none is selected, where the kernels of block attention take windows."""
-
-_QUERIES_OF_SINKS = 2048
-"""Queries that share a copy of the sinks at most. A backward kernel has one program for each head and tile of keys,
-so that with one copy 4 of 132 processors would work at 128K tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,8 @@ class Band:
 
     @property
     def copies(self) -> int:
-        """Copies of the keys that a kernel is given, each for the next `_QUERIES_OF_SINKS` queries."""
-        return -(-(self.queries.stop - self.queries.start) // _QUERIES_OF_SINKS) if self.complete else 1
+        """Copies of the keys that a kernel is given, each for the next `window_sinks.QUERIES_OF_SINKS` queries."""
+        return -(-(self.queries.stop - self.queries.start) // window_sinks.QUERIES_OF_SINKS) if self.complete else 1
 
 
 def heads_at_once(q_THD: Tensor, k_SKD: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -238,7 +235,8 @@ class WindowAttention(LocalAttention):
         def make() -> KeySpans:
             starts_T = layout.cu_seqlens.long()[layout.q_documents]
             first_T = torch.maximum(layout.q_tokens - (self.window - 1), starts_T)
-            return KeySpans.from_first_tokens(first_T, layout, self.sinks, self.window)
+            spans = KeySpans.from_first_tokens(first_T, layout)
+            return window_sinks.with_sinks(spans, first_T, layout, self.sinks, self.window)
 
         selected_HT0 = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], 0), dtype=torch.int32)
         selection = self.blocks.selection(selected_HT0, q_THD, layout, k_SKD.shape[1])
@@ -259,7 +257,7 @@ class WindowAttention(LocalAttention):
         if band.complete:
             rows = band.queries.stop - band.queries.start
             keys = band.keys.stop - band.keys.start
-            most = min(rows, _QUERIES_OF_SINKS)
+            most = min(rows, window_sinks.QUERIES_OF_SINKS)
             edges = [min(rows, copy * most) for copy in range(band.copies + 1)]
             make = partial(layout.cu_seqlens.new_tensor, [edges, [copy * keys for copy in range(band.copies + 1)]])
             cu_q, cu_k = layout.cached(("complete", rows, keys), make)
@@ -305,8 +303,8 @@ class WindowKind(AttentionKind):
         sinks: int = Field(0, ge=0, description="first tokens of a document that all of it attends to")
         backend: Literal["auto", "reference"] = Field(
             "auto",
-            description="auto: the Triton kernels of `moba_window` on a GPU, or a varlen flash kernel where they cannot "
-            "run; reference: plain PyTorch",
+            description="auto: on a GPU the Triton kernels of `moba_window`, or a varlen flash kernel where they "
+            "cannot run; reference: plain PyTorch",
         )
 
     def __init__(self, options: Section, head_dim: int) -> None:

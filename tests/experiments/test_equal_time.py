@@ -119,7 +119,9 @@ def test_an_arm_waits_for_the_rates_of_its_stages_alone(tmp_path: Path, monkeypa
     waiting = {arm.name: problem for arm in arms if (problem := EqualTime().refusal(arm, [], quick=False))}
     assert waiting.keys() == {"short-64k", "full-32k", "moba-32k", "full-128k", "moba-128k"}
     assert waiting["moba-32k"] == "equal-time-rates has no rates of full-32k, moba-32k"
-    assert {arm.name: arm for arm in arms}["full-64k"].recipe["stages"][0]["tokens"] == pytest.approx(SECONDS * 1e5, rel=0.01)
+    assert {arm.name: arm for arm in arms}["full-64k"].recipe["stages"][0]["tokens"] == pytest.approx(
+        SECONDS * 1e5, rel=0.01
+    )
 
 
 @pytest.mark.usefixtures("in_this_process")

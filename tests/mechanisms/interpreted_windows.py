@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moba_train.attention.kernels.common import geometry
+from moba_train.mechanisms import window_sinks
 from moba_train.mechanisms.window import WindowAttention
 from tests.attention.helpers import ranges
 from tests.attention.kernel_checks import inputs, layout_of, run
@@ -14,7 +14,7 @@ quicken()
 
 @pytest.mark.parametrize(("width", "sinks"), [(1, 0), (100, 0), (70, 3), (20, 5), (9, 150), (1000, 3)])
 def test_windows_are_spans(width: int, sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(geometry, "_QUERIES_OF_SINKS", 32)
+    monkeypatch.setattr(window_sinks, "QUERIES_OF_SINKS", 32)
     lengths = [210, 0, 1, 60]
     tensors, layout = inputs(lengths, 2, 1, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours, plain = (WindowAttention(width, 64, backend, sinks) for backend in ("auto", "reference"))

@@ -12,7 +12,7 @@ from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.protocol import BackwardState
 from moba_train.attention.registry import KINDS
-from moba_train.mechanisms import window
+from moba_train.mechanisms import window, window_sinks
 from moba_train.mechanisms.window import WindowAttention, WindowKind, bands, sink_bands
 from moba_train.mechanisms.window_edges import WindowExchange, edges
 from moba_train.parallel.context.layout import SequenceLayout
@@ -133,7 +133,7 @@ class MaskedKernel:
         k_segment = torch.searchsorted(segments.cu_k[1:].long(), key, right=True)
         seen = q_segment[:, None] == k_segment[None]
         # One segment of all queries would be one program of a backward kernel.
-        assert segments.window is not None or segments.max_q <= window._QUERIES_OF_SINKS
+        assert segments.window is not None or segments.max_q <= window_sinks.QUERIES_OF_SINKS
         if segments.window is not None:
             last = segments.cu_k[1:][q_segment] - segments.cu_q[1:][q_segment] + row
             back = last[:, None] - key[None]
@@ -161,7 +161,7 @@ def test_kernels_are_given_the_documents_and_keys_of_every_band(
     width: int, sinks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(window, "TorchFlash", MaskedKernel)
-    monkeypatch.setattr(window, "_QUERIES_OF_SINKS", 6)
+    monkeypatch.setattr(window_sinks, "QUERIES_OF_SINKS", 6)
     q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
     layout = packed_layout([33, 0, 1, 26])
     attention = WindowAttention(width, 8, sinks=sinks)

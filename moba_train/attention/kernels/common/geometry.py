@@ -9,7 +9,7 @@ which dense tiles attend to (triton/spans.py) at a fraction of what lists of sel
 Shape suffixes: T queries, S keys.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,12 +17,6 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.layout import Layout, TokenRanges, kept
-
-# Queries of a copy of the sinks, at most. A program has one tile of keys: with one copy for 128K queries, both passes
-# took 52.3 ms with 64 sinks and 38.3 without (window 2048, an H200).
-_QUERIES_OF_SINKS = 2048
-# Keys of a tile divide it: no tile has two copies.
-_TILE = 128
 
 
 def block_bound(layout: Layout, block_size: int) -> int:
@@ -115,29 +109,6 @@ class SinkCopies(NamedTuple):
     chunks_d: Tensor
     rows_dP: Tensor
 
-    @classmethod
-    def make(cls, first_tokens_T: Tensor, end_row_S: Tensor, layout: Layout, sinks: int, window: int) -> "SinkCopies":
-        """Copies for queries whose spans begin at these tokens, and have each key before row `end_row_S`."""
-        # Short documents have none. The host knows only how many others there may be.
-        edges = layout.cu_seqlens.long()
-        long_d = (edges.diff() <= window).int().argsort(stable=True)[: max(1, layout.total // window)]
-        starts_d, ends_d = edges[long_d], edges[long_d + 1]
-        key_d = torch.searchsorted(layout.k_tokens, starts_d)
-        end_key_d = torch.searchsorted(layout.k_tokens, torch.minimum(starts_d + sinks, ends_d))
-        row_d = torch.searchsorted(first_tokens_T, starts_d, right=True)
-        end_d = torch.searchsorted(layout.q_tokens, ends_d).where(key_d < end_key_d, 0)
-        chunks_d = (end_d - row_d + _QUERIES_OF_SINKS - 1).clamp_(min=0) // _QUERIES_OF_SINKS
-        last_d = chunks_d.cumsum(0)
-        ids_C = torch.arange(len(first_tokens_T) // _QUERIES_OF_SINKS + len(long_d), device=last_d.device)
-        of_C = torch.searchsorted(last_d, ids_C, right=True).clamp_(max=len(long_d) - 1)
-        row_C = row_d[of_C] + (ids_C - (last_d - chunks_d)[of_C]) * _QUERIES_OF_SINKS
-        end_C = torch.minimum(row_C + _QUERIES_OF_SINKS, end_d[of_C])
-        rows_dP = key_d[:, None] + torch.arange(-(-sinks // _TILE) * _TILE, device=last_d.device)
-        rows_dP = rows_dP.where(rows_dP < end_key_d[:, None], -1)
-        rows_CP = rows_dP[of_C].clamp_(min=0)
-        first_CP = torch.maximum(end_row_S[rows_CP], row_C[:, None])
-        return cls(rows_CP, first_CP.int(), end_C[:, None].expand_as(rows_CP).int(), chunks_d, rows_dP)
-
     def add(self, part_sKD: Tensor, sum_SKD: Tensor) -> None:
         """Add what copies gave to that of all keys, always in the same order."""
         part_CPKD = part_sKD.unflatten(0, self.rows_CP.shape)
@@ -163,26 +134,15 @@ class KeySpans:
     """Row of the first key before the span that each query sees, the number of keys if there is none."""
     sink_end_T: Tensor | None = None
     """One past the last of these; 0 if there is none."""
-    copies: SinkCopies | None = field(default=None, kw_only=True)
+    copies: SinkCopies | None = None
 
     @classmethod
-    def from_first_tokens(cls, first_tokens_T: Tensor, layout: Layout, sinks: int = 0, window: int = 1) -> "KeySpans":
-        """The given keys from each query's first token (int64, ascending) to the query's own, and before these the
-        first `sinks` of its document, which has some there only if it is longer than `window`."""
+    def from_first_tokens(cls, first_tokens_T: Tensor, layout: Layout) -> "KeySpans":
+        """The given keys from each query's first token (int64, ascending) to the query's own."""
         # Spans are rows of the given keys: in a shard some of a span's tokens are elsewhere.
         first_T = torch.searchsorted(layout.k_tokens, first_tokens_T)
         end_T = torch.searchsorted(layout.k_tokens, layout.q_tokens, right=True)
         rows_S = torch.arange(len(layout.k_tokens), device=first_T.device)
         first_row_S = torch.searchsorted(end_T, rows_S, right=True)
         end_row_S = torch.searchsorted(first_T, rows_S, right=True)
-        if not sinks or layout.max_seqlen <= window or not len(rows_S):
-            return cls(first_T.int(), end_T.int(), first_row_S.int(), end_row_S.int())
-        starts_T = layout.cu_seqlens.long()[layout.q_documents]
-        sink_first_T = torch.searchsorted(layout.k_tokens, starts_T)
-        sink_end_T = torch.searchsorted(layout.k_tokens, torch.minimum(starts_T + sinks, first_tokens_T))
-        some_T = sink_first_T < sink_end_T
-        sink_first_T = sink_first_T.where(some_T, len(layout.k_tokens))
-        sink_end_T = sink_end_T.where(some_T, 0)
-        copies = SinkCopies.make(first_tokens_T, end_row_S, layout, sinks, window)
-        both = first_T, end_T, first_row_S, end_row_S, sink_first_T, sink_end_T
-        return cls(*(x.int() for x in both), copies=copies)
+        return cls(first_T.int(), end_T.int(), first_row_S.int(), end_row_S.int())
