@@ -12,8 +12,8 @@ from moba_train.attention.kernels.common.geometry import KeySpans, SinkCopies
 from moba_train.attention.layout import Layout
 
 QUERIES_OF_SINKS = 2048
-"""Queries that share a copy of the sinks at most. A backward kernel has one program for each head and tile of keys: with
-one copy for 128K queries, both passes took 52.3 ms with 64 sinks and 38.3 without (window 2048, an H200)."""
+"""Queries that share a copy of the sinks at most. A backward kernel has one program for each head and tile of keys:
+with one copy for 128K queries, both passes took 52.3 ms with 64 sinks and 38.3 without (window 2048, an H200)."""
 _TILE = 128
 """Keys of a tile divide it: no tile has two copies."""
 
