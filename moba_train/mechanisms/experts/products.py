@@ -103,7 +103,8 @@ def _on_cpu(dtype: torch.dtype) -> bool:
 
 GROUPED = {("cpu", dtype) for dtype in (torch.float32, torch.bfloat16) if _on_cpu(dtype)} | {("cuda", torch.bfloat16)}
 """Types of device, and dtypes, in which torch has grouped products, of rows of whole 16 bytes; elsewhere a loop takes
-one expert at a time. Found here once: inside a layer, what a trial computes would be seen by what traces or recomputes it."""
+one expert at a time. Found here once: inside a layer, what a trial computes would be seen by what traces or recomputes
+it."""
 
 
 class _Gather(torch.autograd.Function):
