@@ -3,8 +3,7 @@
 An attention knows nothing of ranks; context parallelism knows nothing of blocks. They meet in four functions, called in
 order: `summarize` each shard of keys, `select` from all summaries, `attend` to any subsets of the keys (merging the
 partial results by online softmax, kernels/common/merge.py), and `attend_backward` with the merged results. A fifth one,
-`empty_selection`, gives the shapes that torch.compile's tracing needs. What only some attentions can do are facets, in
-facets/: an attention without one lacks it.
+`empty_selection`, gives the shapes that torch.compile's tracing needs. What only some attentions can do are facets.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
