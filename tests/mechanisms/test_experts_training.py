@@ -173,6 +173,8 @@ def test_the_report_and_a_spike_dump_show_the_load_of_the_experts(run: Run, monk
     assert run.train_here() == 0
     page = (run.run_dir / "report.html").read_text()
     assert '"key":"experts"' in page
+    assert '"key":"routers"' in page
+    assert '"name":"largest bias"' in page
     assert '"key":"expert-load-0"' in page
     for record in run.records():
         loads = record["expert_load_layer_1"]
