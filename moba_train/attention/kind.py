@@ -87,7 +87,7 @@ class StageContext:
 
 
 class MicroBatch(NamedTuple):
-    """Sizes on which the bytes of a layer depend."""
+    """Sizes on which the bytes of a layer depend; `tp`: ranks that divide its heads."""
 
     width: int
     """Bytes of an element in the compute dtype."""
@@ -95,6 +95,7 @@ class MicroBatch(NamedTuple):
     tokens: int
     """Tokens of the micro-batch on each of the `cp` ranks that share it."""
     cp: int
+    tp: int = 1
 
 
 class TokenBytes(NamedTuple):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -72,13 +72,7 @@ class StatisticsObserver(Observer):
         self.statistics = joined([self.statistics, statistics])
 
 
-class Observable(Protocol):
-    """An engine."""
-
-    observers: tuple[Observer, ...]
-
-
-def show(engine: Observable, out_THD: Tensor, lse_HT: Tensor, *call: Any) -> None:
+def show(engine: Any, out_THD: Tensor, lse_HT: Tensor, *call: Any) -> None:
     """Show a call, given as the fields of an `AttentionCall`, to the engine's observers; not in compiled code, which a
     guard on these would compile again."""
     if not torch.compiler.is_compiling():
@@ -86,7 +80,7 @@ def show(engine: Observable, out_THD: Tensor, lse_HT: Tensor, *call: Any) -> Non
             observer.attended(AttentionCall(*call), out_THD, lse_HT)
 
 
-def statistics_observer(engine: Observable) -> StatisticsObserver | None:
+def statistics_observer(engine: Any) -> StatisticsObserver | None:
     """The watch among the observers, to which kinds report; None if there is none, and in compiled code."""
     if torch.compiler.is_compiling():
         return None
@@ -97,7 +91,7 @@ SomeObserver = TypeVar("SomeObserver", bound=Observer)
 
 
 @contextmanager
-def observing(engine: Observable, observer: SomeObserver) -> Iterator[SomeObserver]:
+def observing(engine: Any, observer: SomeObserver) -> Iterator[SomeObserver]:
     """Inside, `observer` sees all attention that this engine runs, on any thread of this process."""
     engine.observers = (*engine.observers, observer)
     try:
@@ -106,8 +100,7 @@ def observing(engine: Observable, observer: SomeObserver) -> Iterator[SomeObserv
         engine.observers = tuple(other for other in engine.observers if other is not observer)
 
 
-LOCAL_FUNCTIONS = {name: name for name in ("summarize", "select", "attend", "attend_backward")}
-LOCAL_FUNCTIONS["given_selection"] = "select"
+LOCAL_FUNCTIONS = {n: n for n in ("summarize", "select", "attend", "attend_backward")} | {"given_selection": "select"}
 """Functions of an attention that are observed, and their names for observers."""
 
 

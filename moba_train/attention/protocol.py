@@ -3,8 +3,7 @@
 An attention knows nothing of ranks; context parallelism knows nothing of blocks. They meet in four functions, called in
 order: `summarize` each shard of keys, `select` from all summaries, `attend` to any subsets of the keys (merging the
 partial results by online softmax, kernels/common/merge.py), and `attend_backward` with the merged results. A fifth one,
-`empty_selection`, gives the shapes that torch.compile's tracing needs. What only some attentions can do are facets, in
-facets/: an attention without one lacks it.
+`empty_selection`, gives the shapes that torch.compile's tracing needs. What only some attentions can do are facets.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
@@ -69,8 +68,7 @@ class AttentionFacts(NamedTuple):
     exchange: Any = None
     """Its own exchange of few keys between ranks, as `mechanisms/window_edges.py` has it; None: the transport's."""
     decodes_full: bool = True
-    """True if `decode: full` may replace this attention by full attention for new tokens: it is full attention once it
-    selects everything."""
+    """True if it is full attention once it selects everything, so that `decode: full` may replace it for new tokens."""
 
 
 class LocalAttention(Handled, ABC):
@@ -82,6 +80,14 @@ class LocalAttention(Handled, ABC):
 
     facts: AttentionFacts = AttentionFacts()
 
+    def __init_subclass__(cls) -> None:
+        """Raises TypeError for a class that selects by half: a forgotten `select` would select nothing, silently."""
+        super().__init_subclass__()
+        names = ("select", "empty_selection", "summarize")
+        own = [name for name in names if getattr(cls, name) is not getattr(LocalAttention, name)]
+        if own and own[:2] != ["select", "empty_selection"]:
+            raise TypeError(f"{cls.__name__}: given {' and '.join(own)}; allowed: none, or select and empty_selection")
+
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor | None:
         """Summary of the keys for `select`, [units, K, ...], or None, the default. Carries no gradient.
 
@@ -92,7 +98,7 @@ class LocalAttention(Handled, ABC):
         return None
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """Decide, for each query, what it attends to, given all summaries. By default nothing is decided."""
+        """Decide, for each query, what it attends to, given all summaries. By default, nothing."""
         return ()
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:

@@ -48,7 +48,8 @@ def block_bytes(
     model: ModelConfig, width: int, tp: int, compiled: bool, input_width: int, layer: int = 0
 ) -> BlockBytes:
     """Activations of a block with the feed-forward of `layer`, `width` bytes an element. Experts in addition keep the
-    copies of a token's hidden state that go into them and come out, which every rank of a tp group has.
+    copies of a token's hidden state that go into them, which every rank of a tp group has; uncompiled, also what they
+    multiply by the router's weights.
 
     A block that is not recomputed keeps the inputs of its norms and of the projections behind them (4 D, or 6 D with
     norms on both sides; every rank of a tp group holds the gathered inputs of the projections), rotated queries and
@@ -67,7 +68,7 @@ def block_bytes(
     normed = hidden * (2 if model.norms == "both" else 1)
     attention = width * (normed + heads) + input_width * tp * hidden + lse
     fed = feed_forward_costs(model, layer)
-    feed_forward = width * (normed + (2 if compiled else 3) * fed.width + 2 * tp * fed.copies * hidden)
+    feed_forward = width * (normed + (2 if compiled else 4 if fed.copies else 3) * fed.width + tp * fed.copies * hidden)
     feed_forward += input_width * (tp * hidden + fed.width)
     added = {
         Kept.INPUT: width * hidden,
@@ -81,7 +82,7 @@ def block_bytes(
         feed_forward=feed_forward,
         kept=kept | {Kept.ALL: attention + feed_forward},
         attention_gradients=width * 2 * (queries + keys),
-        feed_forward_gradients=width * ((1 if compiled else 2) * fed.width + tp * fed.copies * hidden),
+        feed_forward_gradients=width * (1 if compiled else 2) * fed.width,
     )
 
 
@@ -99,9 +100,10 @@ class LayerMemory:
         compiled = computation.compiled
         inputs = input_bytes(computation)
         self._blocks = [block_bytes(model, width, sizes.tp, compiled, inputs, n) for n in range(model.layers)]
-        self._whole = [feed_forward_costs(model, layer).copies > 0 for layer in range(model.layers)]
+        self._copies = [feed_forward_costs(model, layer).copies for layer in range(model.layers)]
+        self._ep = stage.parallel.ep
         kinds = build_attention(stage.attention, model.head_width)
-        batch = MicroBatch(width, stage.seq_len, self.tokens, sizes.cp)
+        batch = MicroBatch(width, stage.seq_len, self.tokens, sizes.cp, sizes.tp)
         costs = [kind.costs(model).token_bytes(batch) for kind in kinds]
         self._saved = [cost.saved for cost in costs]
         self._workspace = [cost.workspace for cost in costs]
@@ -142,9 +144,11 @@ class LayerMemory:
 
     def feed_forward_gradients(self, kept: Kept, layer: int) -> int:
         """Gradients inside the feed-forward of a layer that keeps this; in parts, a part's gradient of its input is
-        added to those of the parts before."""
+        added to those of the parts before. Of experts also two tensors of a token's copies, or four where these travel
+        (counted on a CPU, tests/mechanisms/test_planned_memory.py)."""
         at_once = self._fed_at_once(kept, layer)
         inside = round(at_once * self._on_rank(self._blocks[layer].feed_forward_gradients))
+        inside += (4 if self._ep > 1 else 2) * self._copies[layer] * self._tp * self.hidden
         return inside + (self.hidden if at_once < 1 else 0)
 
     def attention_gradients(self, layer: int, heads_at_once: float) -> int:
@@ -160,6 +164,6 @@ class LayerMemory:
     def _fed_at_once(self, kept: Kept, layer: int) -> float:
         """Share of a rank's rows that the feed-forward of a compiled block takes at once (parallel/activations.py);
         experts take all."""
-        if not self._compiled or self._whole[layer] or kept >= Kept.PRODUCTS:
+        if not self._compiled or self._copies[layer] or kept >= Kept.PRODUCTS:
             return 1.0
         return min(1.0, FEED_FORWARD_ROWS * self._tp / self.tokens)

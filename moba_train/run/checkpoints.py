@@ -161,7 +161,7 @@ class RunCheckpoints:
         try:
             found = self._resume(path, from_scratch) if path is not None else self._first_start(from_scratch)
             self.begun = replace(found, seconds=time.monotonic() - began)
-            if path is not None:
+            if path is not None and read_meta(path)["progress"]["run_id"] == found.progress.run_id:
                 self._copy(path)  # an earlier start may have been killed before it was copied
             if self._run.memory.saves:
                 # Page-locking takes about a second for every five GB, which the first save would otherwise wait for.

@@ -7,6 +7,7 @@ now.
 """
 
 import contextlib
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,16 @@ def resumed_progress(run: ResolvedRun, meta: Mapping[str, Any], tokenizer: str, 
     progress.note_data(trained_kinds(progress, *((run, then) if then is not None else (run,))), {}, {})
     if then is not None:
         check_tensors(run, then, progress, where)
+        if then.folders.run != run.folders.run and _source(then) != _source(run):
+            # Another run's, with which this one begins: the same new name at each start until it saves one of its own.
+            progress.run_id = uuid.uuid5(uuid.NAMESPACE_URL, f"{progress.run_id} {run.folders.run}").hex[:8]
     return progress
+
+
+def _source(run: ResolvedRun) -> str:
+    """Address of the checkpoint of another run that the run begins with, or an empty text."""
+    asked = run.checkpoint.asked_for()
+    return next((str(setting.address) for name, _, setting in asked if name == "resume_from"), "")
 
 
 def run_then(meta: Mapping[str, Any]) -> ResolvedRun | None:

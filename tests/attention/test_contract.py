@@ -77,6 +77,13 @@ def test_at_most_45_members() -> None:
     assert found["LocalAttention"] == ["attend", "attend_backward", "empty_selection", "facts", "select", "summarize"]
 
 
+@pytest.mark.parametrize("names", [("summarize",), ("select",), ("empty_selection", "summarize")], ids=str)
+def test_an_attention_that_selects_by_half_is_refused(names: tuple[str, ...]) -> None:
+    """A kind, also another package's, that has forgotten `select` would attend as if nothing were selected."""
+    with pytest.raises(TypeError, match=f"Local: given {' and '.join(names)}; allowed: none, or select and empty_sel"):
+        type("Local", (LocalAttention,), dict.fromkeys(names))
+
+
 def test_a_facet_is_nothing_that_every_attention_has() -> None:
     """No default on the base class: an attention without the facet lacks its functions."""
     for facet in (Decodes, Probed, Gated, TakesSelection):

@@ -244,7 +244,8 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
         model["bare_layers"] = bare
     if "moe" in FEED_FORWARDS and rng.random() < 0.3:
         model["moe"] = rng.choice(EXPERTS)
-        parallel["ep"] = rng.choice([1, sizes["dp_shard"] * sizes["cp"]])
+        shards = sizes["dp_shard"] * sizes["cp"]
+        parallel["ep"] = rng.choice([1, shards] if shards < 4 else [1, 2, shards])
     micro_batch_size = rng.choice([1, 1, 2])
     accumulated = rng.choice([1, 2, 3] if sizes["pp"] == 1 else [1, 1, 2]) * sizes["pp"]
     return Case(

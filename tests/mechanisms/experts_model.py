@@ -5,6 +5,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.experts.experts import MixtureOfExperts
@@ -82,3 +84,30 @@ def _expert(layer: MixtureOfExperts, expert: int, x_D: Tensor) -> Tensor:
     gate = torch.minimum(gate, torch.tensor(limit, dtype=gate.dtype))
     up = up.minimum(torch.tensor(limit, dtype=up.dtype)).maximum(torch.tensor(-limit, dtype=up.dtype))
     return linear(layer.experts.down_proj, (up + 1) * gate / (1 + torch.exp(-1.702 * gate)))
+
+
+class LivingRows(TorchDispatchMode):
+    """Counts, inside, the rows of living matrices in bf16 of the model's width that have more than `tokens` of them."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self._tokens = tokens
+        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+        """The most so far."""
+
+    @property
+    def now(self) -> int:
+        """Rows that live now."""
+        self._living = {key: found for key, found in self._living.items() if not found[0].expired()}
+        return sum(rows for _, rows in self._living.values())
+
+    def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), further: Any = None) -> Any:
+        result = function(*arguments, **(further or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, Tensor) and x.dtype == torch.bfloat16 and x.shape[1:] == (HIDDEN,):
+                storage = x.untyped_storage()
+                if len(x) > self._tokens:
+                    self._living.setdefault(storage._cdata, (StorageWeakRef(storage), len(x)))
+        self.most = max(self.most, self.now)
+        return result

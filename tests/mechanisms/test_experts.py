@@ -43,6 +43,21 @@ def test_a_layer_is_what_its_definition_says_with_its_gradients(name: str) -> No
         torch.testing.assert_close(gradient, wanted)
 
 
+@pytest.mark.parametrize("width", [6, 7])
+def test_experts_in_float32_may_have_any_width(width: int) -> None:
+    """torch's grouped products take rows of whole 16 bytes alone: not the 10 columns that `tp: 2` leaves of 20."""
+    layer = mixture(options(intermediate_size=width))
+    assert ("cpu", torch.float32) in products.GROUPED
+    x = drawn(40, HIDDEN).requires_grad_()
+    found, _ = layer(x)
+    want = token_by_token(layer, x)
+    torch.testing.assert_close(found, want)
+    weights = [x, *layer.parameters()]
+    got = torch.autograd.grad(found.sum(), weights)
+    for gradient, wanted in zip(got, torch.autograd.grad(want.sum(), weights), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ROUTERS)
 def test_costs_count_the_parameters_of_the_layer(name: str) -> None:
     layer = mixture(options(**ROUTERS[name]))

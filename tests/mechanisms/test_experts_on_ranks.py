@@ -35,6 +35,7 @@ TWO_RANKS: dict[str, Case] = {
 }
 FOUR_RANKS: dict[str, Case] = {
     "ep 2 of dp 4": (HALF, {"ep": 2, "gradient_transport": "all_to_all"}),
+    "ep 4": (BIASED, {"ep": 4}),
     "ep 2, tp 2": (EXPERTS, {"ep": 2, "tp": 2}),
     "ep 2, replicas": (EXPERTS, {"ep": 2, "dp_replicate": 2}),
     **({"ep 2, zero bubble": (EXPERTS, {"ep": 2, **ZERO_BUBBLE})} if torch.__version__ >= "2.12" else {}),

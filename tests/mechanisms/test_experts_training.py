@@ -139,6 +139,15 @@ def test_muon_takes_every_expert_as_a_matrix(
     assert "optim.blocks.1.feed_forward.router.weight.exp_avg" in tensors
 
 
+def train_in_a_graph_for_each_kind_of_layer(recipe: str) -> int:
+    """Documents of other lengths compile nothing again."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    code = train_traced(recipe)
+    assert counters["stats"]["unique_graphs"] == 2
+    return code
+
+
 @pytest.mark.parametrize("ep", [1, 2])
 def test_compiled_blocks_count_each_token_once(ep: int, run: Run, corpora: Path, ranks: Ranks) -> None:
     """With what is kept recomputed: the choice of experts is one operator, which is kept whole, and so is each way of
@@ -146,11 +155,11 @@ def test_compiled_blocks_count_each_token_once(ep: int, run: Run, corpora: Path,
     short = {"precision": {"compute": "bf16"}, "stages": run.recipe["stages"][:1]}  # tracing takes seconds
     plain = with_experts(Run(run.folder / "plain", corpora), {}, **short)
     plain.folder.mkdir()
-    plain.use_even_documents()
+    plain.use_short_documents()
     assert plain.train_here() == 0
     with_experts(run, {"ep": ep}, compile=True, activation_checkpointing="full", **short)
-    run.use_even_documents()
-    ranks.work(train_traced, [str(run.write_recipe())], ep)
+    run.use_short_documents()
+    ranks.work(train_in_a_graph_for_each_kind_of_layer, [str(run.write_recipe())], ep)
     for key, values in curves(plain).items():
         assert curves(run)[key] == pytest.approx(values, rel=0.05), key
 
@@ -164,6 +173,8 @@ def test_the_report_and_a_spike_dump_show_the_load_of_the_experts(run: Run, monk
     assert run.train_here() == 0
     page = (run.run_dir / "report.html").read_text()
     assert '"key":"experts"' in page
+    assert '"key":"routers"' in page
+    assert '"name":"largest bias"' in page
     assert '"key":"expert-load-0"' in page
     for record in run.records():
         loads = record["expert_load_layer_1"]

@@ -468,3 +468,27 @@ def test_adapters_learn_on_a_gpu_compiled_and_in_bf16_as_in_float32(run: Run, ba
         assert code == 0, text
         found[compute] = one.losses()
     assert found["bf16"] == pytest.approx(found["fp32"], rel=2e-2)
+
+
+def test_biases_of_routers_that_stay_are_those_of_the_base(run: Run, corpora: Path, tmp_path: Path) -> None:
+    """Experts in balance without a loss: adapters leave routers and their biases as they are, so peft needs none."""
+    moe = {"experts": 4, "active": 2, "intermediate_size": 24, "router": {"balance": "bias"}}
+    begun = Run(tmp_path / "begun", corpora)
+    begun.folder.mkdir()
+    begun.recipe["model"]["moe"] = run.recipe["model"]["moe"] = moe
+    for one in (begun, run):
+        one.recipe["stages"] = one.recipe["stages"][:1]
+        one.recipe["stages"][0]["tokens"] = 1024
+    assert begun.train_here() == 0
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    for saved, problem in (([], ""), (["*router"], "blocks.0.feed_forward.bias")):
+        run.recipe |= {"init_from": str(begun.run_dir), "adapters": {"lora": lora | {"modules_to_save": saved}}}
+        shutil.rmtree(run.run_dir, ignore_errors=True)
+        assert run.train_here() == 0
+        folder = tmp_path / f"peft{len(problem)}"
+        if problem:
+            with pytest.raises(CheckpointError, match=problem):
+                export_adapters(open_checkpoint(run.run_dir), folder)
+            continue
+        export_adapters(open_checkpoint(run.run_dir), folder)
+        assert len(load_file(folder / "adapter_model.safetensors")) == 2 * 2 * 2

@@ -43,7 +43,7 @@ def test_a_compiled_layer_shares_its_sequences(tmp_path: Path, corpora: Path, ra
     for run in (alone, shared):
         run.recipe["model"]["layers"] = 1
         run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": 3 * 512}]
-        run.use_even_documents()
+        run.use_short_documents()
     ranks.train(alone, 1)
     parallel = {"cp": 2, "cp_layout": "zigzag"}  # contiguous shards would have whole documents
     shared.recipe |= {"compile": True, "activation_checkpointing": "full", "parallel": parallel}

@@ -138,7 +138,7 @@ def test_a_run_goes_on_with_another_cp_and_bitwise_with_the_same(tmp_path: Path,
 
 def test_compiled_recomputed_accumulated_and_shared(run: Run, ranks: Ranks) -> None:
     """The stage that has both kinds of layers."""
-    run.use_even_documents()
+    run.use_short_documents()
     run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": 3 * 512}]
     ranks.train(run, 1)
     alone = run.losses()

@@ -132,7 +132,7 @@ def test_a_spike_among_frozen_parameters_is_dumped_and_rolled_back(run: Run) -> 
 def test_compiled_blocks_follow_the_switch(run: Run, ranks: Ranks) -> None:
     prepared(run, "all", PATTERNS, compile=True)
     run.recipe["attention"]["full_layers"] = "none"  # one kind, which is compiled once for both layers
-    run.use_even_documents()
+    run.use_short_documents()
     ranks.work(train_traced, [str(run.write_recipe())], 1)
     compiled = run.losses()
     part = {name for name in all_names(run) if name.startswith("blocks.1.attention.")} | {"norm.weight"}

@@ -145,11 +145,10 @@ class Run:
         """Train to the end on one rank in this process, which spares the start of another; returns the exit code."""
         return main([str(self.write_recipe()), *arguments])
 
-    def use_even_documents(self) -> None:
-        """Train on documents of 64 tokens, without validation: each sample has the same number of them, and each other
-        number would be compiled again."""
-        write_corpus(self.folder / "even", 60, 0, lengths=(64, 65))
-        self.recipe["data"] = {"train": [{"path": str(self.folder / "even")}]}
+    def use_short_documents(self) -> None:
+        """Train on documents of 20 to 79 tokens, without validation, whose pass would be compiled as well."""
+        write_corpus(self.folder / "short", 60, 0, lengths=(20, 80))
+        self.recipe["data"] = {"train": [{"path": str(self.folder / "short")}]}
 
     def start(self, ranks: int, *arguments: str) -> ForkedProgram:
         """Launch training on the CPU; one rank runs without torchrun."""

@@ -76,7 +76,8 @@ def local_weight(weight: Tensor) -> Tensor:
 
 def grouped_product(x_nA: Tensor, weight_EBA: Tensor, ends_E: Tensor) -> Tensor:
     """x @ weight[e].T for the rows of each expert e, [n, B]."""
-    if (x_nA.device.type, x_nA.dtype) in GROUPED:
+    is_aligned = all(columns * x_nA.dtype.itemsize % 16 == 0 for columns in weight_EBA.shape[1:])
+    if is_aligned and (x_nA.device.type, x_nA.dtype) in GROUPED:
         return F.grouped_mm(x_nA, weight_EBA.mT, offs=ends_E)
     return looped_product(x_nA, weight_EBA, ends_E)
 
@@ -101,8 +102,9 @@ def _on_cpu(dtype: torch.dtype) -> bool:
 
 
 GROUPED = {("cpu", dtype) for dtype in (torch.float32, torch.bfloat16) if _on_cpu(dtype)} | {("cuda", torch.bfloat16)}
-"""Types of device, and dtypes, in which torch has grouped products; elsewhere a loop takes one expert at a time. Found
-here once: inside a layer, what a trial computes would be seen by what traces or recomputes it."""
+"""Types of device, and dtypes, in which torch has grouped products, of rows of whole 16 bytes; elsewhere a loop takes
+one expert at a time. Found here once: inside a layer, what a trial computes would be seen by what traces or recomputes
+it."""
 
 
 class _Gather(torch.autograd.Function):

@@ -318,7 +318,7 @@ class KdaCosts(KindCosts):
         norm and gate. A rank that shares its sequence with no other keeps nothing if it has more rows than `most_rows`.
         No more than a few states are gathered."""
         model = self.model
-        if batch.cp == 1 and batch.tokens > most_rows(model.heads * model.head_width):
+        if batch.cp == 1 and batch.tokens > most_rows(model.heads * model.head_width // batch.tp):
             return TokenBytes(gathered=0)
         elements = model.head_width * (8 * model.heads + 5 * model.kv_heads) + 2 * 64 * model.heads
         return TokenBytes(activations=batch.width * elements, gathered=0)

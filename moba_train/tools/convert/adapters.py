@@ -106,6 +106,8 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
         ours = name.removeprefix("model.")
         if ours in (name, CHECKSUM):
             continue
+        if name.endswith("feed_forward.bias") and f"{name.removesuffix('bias')}router.weight" not in reader.tensors:
+            continue  # of a router that was not trained: the base's
         end = next((end for end in (A, B, CHANGE) if ours.endswith(f".{end}")), "")
         weight = f"{ours.removesuffix(end)}weight" if end else ours
         if weight not in theirs or theirs[weight] in joined:

@@ -146,9 +146,10 @@ class Family:
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config with the family's defaults for keys that it leaves out. Null counts as left out, except for
-        numbers, where it is no value, or one that transformers refuses as well."""
-        numbers = {key for key, value in self.defaults.items() if type(value) in (int, float)}
-        found = self.defaults | {key: value for key, value in config.items() if value is not None or key in numbers}
+        numbers, where it is no value, or one that transformers refuses as well, and `is_causal`, where it takes it for
+        false."""
+        kept = {key for key, value in self.defaults.items() if type(value) in (int, float)} | {"is_causal"}
+        found = self.defaults | {key: value for key, value in config.items() if value is not None or key in kept}
         if found.get("num_key_value_heads") is None:
             found["num_key_value_heads"] = found["num_attention_heads"]
         return found

@@ -300,7 +300,7 @@ class _Step:
             "fsdp": self._weights_traffic().times(self._rounds),
             "tp": Traffic(node=self._share * (sum(blocks) + self._output_tensor_bytes())),
             "cp": context.times(self._share * len(self._layers)),
-            "ep": sum(map(self._expert_traffic, self._fed), Traffic()).times(self._share),
+            "ep": sum(map(self._expert_traffic, self._fed, self._kept), Traffic()).times(self._share),
             "pp": self._passed_on(),
         }
 
@@ -316,12 +316,15 @@ class _Step:
         compiled = self._computation.compiled
         block = block_bytes(model, self._width, self._sizes.tp, compiled, self._width, layer)
         passes = rates.compiled_passes if self._computation.compiled else rates.eager_passes
-        memory_s = passes * (block.attention + block.feed_forward) * tokens / rates.memory
+        results = self._width * self._sizes.tp * fed.copies * model.hidden_size  # of experts: nothing keeps them
+        memory_s = passes * (block.attention + block.feed_forward + results) * tokens / rates.memory
         repeated = 0.0 if kept is Kept.ALL else memory_s / 3
         repeated += forward_s if kept < Kept.ATTENTION else 0.0
         repeated += product_s * attention_matrices(model) if kept < Kept.PROJECTIONS else 0.0
         fed_s = 2 * tokens * fed.active / (GROUPED_SPEED * rates.products) if fed.copies else product_s * fed.active
-        repeated += fed_s * 2 / 3 if kept < Kept.PRODUCTS else 0.0
+        # Uncompiled, the down projection of experts as well, behind which tensors are kept.
+        fed_again = 1 if fed.copies and not compiled else 2 / 3
+        repeated += fed_s * fed_again if kept < Kept.PRODUCTS else 0.0
         return LayerTime(
             products=3 * (product_s * attention_matrices(model) + fed_s),
             attention=attention_s,
@@ -329,15 +332,18 @@ class _Step:
             repeated=repeated,
             tp=self._tensor_bytes(kept, exposed=True) / self._machine.links.node,
             cp=self._context_seconds(attention_s),
-            ep=self._expert_traffic(fed).seconds(self._machine.links),
+            ep=self._expert_traffic(fed, kept).seconds(self._machine.links),
         )
 
-    def _expert_traffic(self, fed: FeedForwardCosts) -> Traffic:
-        """Bytes that a rank receives of a layer's tokens: to their experts and back, forward and backward."""
+    def _expert_traffic(self, fed: FeedForwardCosts, kept: Kept) -> Traffic:
+        """Bytes that a rank receives of a layer's tokens: to their experts and back, forward and backward, and to their
+        experts again where the layer is recomputed; without torch.compile, which knows what no gradient needs, also
+        back."""
         ep = self._parallel.ep
         sizes = self._sizes._replace(dp_shard=self._sizes.shards // ep, cp=ep)  # neighbours (parallel/dims.py)
         group = linked_group(sizes, self._machine.ranks_per_node, "cp")
-        from_each = 4 * fed.copies * self._hidden_bytes / ep
+        exchanges = 4 if kept is Kept.ALL else 5 if self._computation.compiled else 6
+        from_each = exchanges * fed.copies * self._hidden_bytes / ep
         return Traffic(from_each * (group.in_node - 1), from_each * (ep - group.in_node))
 
     def _tensor_bytes(self, kept: Kept, exposed: bool = False) -> float:

@@ -47,6 +47,7 @@ from moba_train.tools.report.training_charts import (
     memory_chart,
     mfu_chart,
     padding_chart,
+    routers_chart,
     step_time_chart,
     throughput_chart,
 )
@@ -70,6 +71,7 @@ _TRAINING: tuple[ChartMaker, ...] = (
     learning_rate_chart,
     gradient_chart,
     experts_chart,
+    routers_chart,
     expert_maps,
 )
 _SECTIONS: tuple[tuple[str, tuple[ChartMaker, ...]], ...] = (

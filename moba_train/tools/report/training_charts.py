@@ -124,6 +124,15 @@ def experts_chart(runs: Sequence[Shown]) -> list[Chart]:
     return _progress("experts", "Load of the experts", "Of all layers, over all ranks.", traces, runs, layout)
 
 
+def routers_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """Entropy of the experts' load and the biases of their choice."""
+    traces = _lines(
+        runs, ("expert_load_entropy", "entropy of the load", 1), ("expert_bias_max", "largest bias", 2, "dot")
+    )
+    note = "Entropy over that of equal load, mean of all layers; the largest bias of a choice, if there are any."
+    return _progress("routers", "Balance of the experts", note, traces, runs, {"yaxis": {"rangemode": "tozero"}})
+
+
 def expert_maps(runs: Sequence[Shown]) -> list[Chart]:
     """Load of each expert of each layer, at the last step whose record has them."""
     last = ((run, next(_loads(reversed(run.history.metrics)), None)) for run in runs)

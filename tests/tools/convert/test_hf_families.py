@@ -279,6 +279,7 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ("llama", {"is_causal": False}, "is_causal is false, allowed: True"),
         ("gemma3_text", {"is_causal": False}, "is_causal is false, allowed: True"),
+        ("qwen3", {"is_causal": None}, "is_causal is null, allowed: True"),
         ("mistral", {"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config is .* allowed: None"),
     ],
 )

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,30 @@ def test_what_our_own_models_say_is_checked(folder: Path, moba: object, said: st
     found = convert("hf-to-moba", folder, folder.parent / "out")
     assert found.startswith("2 error: ")
     assert said in found
+
+
+TWO_LAYERS = OWN["moba"] | {"layers": [{"kind": "full"}] * 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"moba": {}}, "config.json: KeyError 'layers'; allowed: what `convert moba-to-hf --with-code` writes"),
+        ({"vocab_size": None}, "config.json: TypeError "),
+        ({"moba": TWO_LAYERS | {"ropes": []}}, "config.json: IndexError "),
+        ({"moba": TWO_LAYERS | {"layers": [None, 1]}}, "config.json: AttributeError "),
+        ({"moba": TWO_LAYERS | {"model": {"moe": {"layers": [0]}}}}, "config.json: KeyError 'router'"),
+    ],
+)
+def test_the_code_of_an_export_says_which_file_was_edited(changes: dict[str, Any], said: str) -> None:
+    pytest.importorskip("transformers")
+    from moba_train.tools.convert.remote_code.modeling import MobaConfig, MobaForCausalLM
+
+    config = CONFIG | OWN | {"head_dim": 8, "moba": TWO_LAYERS} | changes
+    config.pop("model_type")
+    with torch.device("meta"), pytest.raises(ValueError, match=re.escape(said)) if said else contextlib.nullcontext():
+        MobaForCausalLM(MobaConfig(**config))
 
 
 json_values = st.recursive(

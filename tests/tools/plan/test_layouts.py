@@ -252,6 +252,17 @@ def test_fp8_saves_nothing_on_experts_whose_products_stay_in_bf16(load: Load) ->
     assert wide == pytest.approx(narrow)
 
 
+def test_rows_of_experts_travel_more_often_where_layers_are_recomputed(load: Load) -> None:
+    """As often as tests/mechanisms/test_exchange.py counts."""
+    experts = ("model.moe={experts: 16, active: 4, intermediate_size: 256}", "parallel.ep=2")
+    found = []
+    for kept, compiled in (("none", True), ("full", True), ("full", False)):
+        config = load(*LARGE, *experts, f"activation_checkpointing={kept}", f"compile={compiled}")
+        found.append(step(config, 1, MeshSizes(dp_shard=2)))
+    rows = found[0].stage.batch_tokens / 2 * 4 * 4096 * 2 / 2  # bf16, from the other rank
+    assert [step.traffic["ep"].node / (8 * rows) for step in found] == [4, 5, 6]
+
+
 def test_experts_are_divided_where_their_weights_outweigh_the_tokens(search: Callable[..., list[Layout]]) -> None:
     def best(active: int, tokens: str) -> str:
         moe = f"model.moe={{experts: 64, active: {active}, intermediate_size: 1024}}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moba_train.checkpoint.manifest import verify_checkpoint
+from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
 from moba_train.checkpoint.retention import MARKS, Marks
 from moba_train.errors import UserError
 from moba_train.foreign_files import local_path
@@ -107,9 +107,12 @@ def test_a_new_run_resumes_from_the_copy_of_another_bitwise(run: Run, tmp_path: 
     assert [record["step"] for record in branch.records("resume")] == [4]
     assert_same_tensors(branch.newest_checkpoint, run.newest_checkpoint)
     assert branch.losses() == run.losses(), "the metrics came with the checkpoint"
+    ids = [read_meta(path)["progress"]["run_id"] for path in (run.newest_checkpoint, branch.newest_checkpoint)]
+    assert ids[0] != ids[1], "else wandb would show both as one run, and each could upload into the other's copies"
     shutil.rmtree(branch.run_dir)
     assert branch.train_here() == 0
     assert [record["step"] for record in branch.records("resume")][-1] == 12, "its own copy"
+    assert read_meta(branch.newest_checkpoint)["progress"]["run_id"] == ids[1]
 
 
 def fetched(path: Path, address: str) -> list[int]:

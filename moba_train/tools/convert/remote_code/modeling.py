@@ -292,6 +292,14 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        try:
+            self._build(config)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            text = f"config.json: {type(error).__name__} {error}; allowed: what `convert moba-to-hf --with-code` writes"
+            raise ValueError(text) from error
+        self.post_init()
+
+    def _build(self, config: Any) -> None:
         decode = getattr(config, "moba_decode", "full")
         entries = config.moba["layers"]
         if decode not in ("full", "own"):
@@ -312,7 +320,6 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
             }
         )
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_others: Any) -> Tensor | None:
