@@ -43,7 +43,18 @@ class LocalBlocks:
 
     def _spans(self, layout: Layout) -> KeySpans:
         first_tokens_T = block_edges(layout, self.block_size).long()[self.history(layout)[:, 0].long()]
-        return KeySpans.from_first_tokens(first_tokens_T, layout)
+        return key_spans(first_tokens_T, layout)
+
+
+def key_spans(first_tokens_T: Tensor, layout: Layout) -> KeySpans:
+    """The given keys from each query's first token (int64, ascending) to the query's own."""
+    # Spans are rows of the given keys: in a shard some of a span's tokens are elsewhere.
+    first_T = torch.searchsorted(layout.k_tokens, first_tokens_T)
+    end_T = torch.searchsorted(layout.k_tokens, layout.q_tokens, right=True)
+    rows_S = torch.arange(len(layout.k_tokens), device=first_T.device)
+    first_row_S = torch.searchsorted(end_T, rows_S, right=True)
+    end_row_S = torch.searchsorted(first_T, rows_S, right=True)
+    return KeySpans(first_T.int(), end_T.int(), first_row_S.int(), end_row_S.int())
 
 
 def with_local_blocks(selected_KTC: Tensor, local_T2: Tensor, most: int) -> Tensor:

@@ -35,6 +35,7 @@ from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradien
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms import window_sinks
+from moba_train.mechanisms.local_blocks import key_spans
 from moba_train.mechanisms.window_edges import WindowExchange
 
 _LEAST_TILE = 128
@@ -235,8 +236,7 @@ class WindowAttention(LocalAttention):
         def make() -> KeySpans:
             starts_T = layout.cu_seqlens.long()[layout.q_documents]
             first_T = torch.maximum(layout.q_tokens - (self.window - 1), starts_T)
-            spans = KeySpans.from_first_tokens(first_T, layout)
-            return window_sinks.with_sinks(spans, first_T, layout, self.sinks, self.window)
+            return window_sinks.with_sinks(key_spans(first_T, layout), first_T, layout, self.sinks, self.window)
 
         selected_HT0 = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], 0), dtype=torch.int32)
         selection = self.blocks.selection(selected_HT0, q_THD, layout, k_SKD.shape[1])

@@ -135,14 +135,3 @@ class KeySpans:
     sink_end_T: Tensor | None = None
     """One past the last of these; 0 if there is none."""
     copies: SinkCopies | None = None
-
-    @classmethod
-    def from_first_tokens(cls, first_tokens_T: Tensor, layout: Layout) -> "KeySpans":
-        """The given keys from each query's first token (int64, ascending) to the query's own."""
-        # Spans are rows of the given keys: in a shard some of a span's tokens are elsewhere.
-        first_T = torch.searchsorted(layout.k_tokens, first_tokens_T)
-        end_T = torch.searchsorted(layout.k_tokens, layout.q_tokens, right=True)
-        rows_S = torch.arange(len(layout.k_tokens), device=first_T.device)
-        first_row_S = torch.searchsorted(end_T, rows_S, right=True)
-        end_row_S = torch.searchsorted(first_T, rows_S, right=True)
-        return cls(first_T.int(), end_T.int(), first_row_S.int(), end_row_S.int())
