@@ -107,7 +107,9 @@ def model_spec(config: ModelConfig, stages: Iterable[Sequence[LayerAttention]]) 
     blocks = tuple(
         BlockCounts(
             sum(_block_parameters(config, layer)) + elements(of_layer.parameters()),
-            attention_matrices(config, layer) + costs.matrices + _linear_elements(of_layer),
+            attention_matrices(config, layer)
+            + costs.matrices
+            + sum(inner.weight.numel() for inner in of_layer.modules() if isinstance(inner, nn.Linear)),
             costs.separate,
         )
         for layer, of_layer in enumerate(added)
@@ -131,10 +133,6 @@ def kind_parameters(config: ModelConfig, kinds: Sequence[Mapping[str, Section]])
 def elements(tensors: Iterable[Tensor]) -> int:
     """Elements of all tensors together."""
     return sum(tensor.numel() for tensor in tensors)
-
-
-def _linear_elements(module: nn.Module) -> int:
-    return sum(inner.weight.numel() for inner in module.modules() if isinstance(inner, nn.Linear))
 
 
 def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterCounts:

@@ -118,16 +118,13 @@ class Gradients:
             if weight.grad is not None:
                 by_copies.setdefault(_copies(weight.grad), []).append(self._norms[id(weight)])
         if not by_copies:
-            return self._zero()
+            return torch.zeros((), device=next(self._module.parameters()).device)
         # A weight that several ranks hold would count as often in the sum over ranks; divided in float32, exactly for
         # powers of two.
         squares = [
             torch.linalg.vector_norm(torch.stack(norms)).square() / copies for copies, norms in by_copies.items()
         ]
         return torch.stack(squares).sum()
-
-    def _zero(self) -> Tensor:
-        return torch.zeros((), device=next(self._module.parameters()).device)
 
 
 def _copies(gradient: Tensor) -> int:

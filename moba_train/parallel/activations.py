@@ -211,7 +211,8 @@ def _policy(kept: Kept, model: ModelConfig) -> Callable[..., CheckpointPolicy]:
             return kept >= Kept.PRODUCTS
         # From few columns, as adapters' second factors: cheap to repeat, and where the base's product is kept, a second
         # tensor of its size. Kept as well, LoRA of an 8B model at 128K ran out of 140 GiB, of which plan predicts 119.
-        if rows in inner or rows * 8 <= columns or _rows_are_split(weight):
+        is_split = isinstance(weight, DTensor) and Shard(0) in weight.placements
+        if rows in inner or rows * 8 <= columns or is_split:
             return False
         return kept >= Kept.PROJECTIONS
 
@@ -220,7 +221,3 @@ def _policy(kept: Kept, model: ModelConfig) -> Callable[..., CheckpointPolicy]:
         return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
-
-
-def _rows_are_split(weight: Tensor) -> bool:
-    return isinstance(weight, DTensor) and Shard(0) in weight.placements

@@ -188,7 +188,8 @@ def tile_tables(
     blocks = lists.lists // kv_heads
     first = parts[0]
     cuts = sum(work.kv_heads == first.kv_heads for work in parts)
-    sizes = [(work.heads * blocks, _bound(work, rows, blocks)) for work in parts]
+    lists_of = [work.heads * blocks for work in parts]
+    sizes = [(most, ceil_div(work.heads * work.slots, rows) + most) for most, work in zip(lists_of, parts, strict=True)]
     # Equal widths for all work ranges, so that one launch writes the tables of all of them: 8K 512/3 went from 73
     # launches of a layer to 20 (benchmarks/LOG.md, "Selection and lists").
     most_lists, bound = (_aligned(max(counts)) for counts in zip(*sizes, strict=True))
@@ -232,11 +233,6 @@ def tile_tables(
             TileTable(tiles, of_tile, last_tile, begin, end, count, split_programs, splits, first_split, of_split)
         )
     return tables
-
-
-def _bound(work: WorkRange, rows: int, blocks: int) -> int:
-    """Tiles of a work range, at most."""
-    return ceil_div(work.heads * work.slots, rows) + work.heads * blocks
 
 
 def _aligned(count: int) -> int:
