@@ -50,10 +50,11 @@ def test_it_computes_what_one_device_does(name: str, found: dict[str, Found]) ->
     assert_equal(found[name], on_one_device(model))
 
 
-@pytest.mark.parametrize(("count", "tp"), [(8, 1), pytest.param(16, 2, marks=pytest.mark.slow)])
-def test_ranks_as_pipeline_context_and_expert_parallelism(count: int, tp: int, ranks: Ranks, tmp_path: Path) -> None:
-    """pp 2 (1F1B), cp 2, ep 4: each pipeline rank has a quarter of the experts of its layers; alone and with tp 2."""
-    cases = [(RECOMPUTED, {"pp": 2, "cp": 2, "ep": 4, "tp": tp})]
-    ranks.work(worker, (cases, str(tmp_path / "results.pt")), count)
-    (got,) = torch.load(tmp_path / "results.pt", weights_only=True)
-    assert_equal(got, on_one_device(RECOMPUTED))
+@pytest.mark.slow
+def test_ranks_as_pipeline_context_and_expert_parallelism(ranks: Ranks, tmp_path: Path) -> None:
+    """pp 2 (1F1B) and cp 2 on eight ranks: with ep 4, each pipeline rank has a quarter of the experts of its layers;
+    with tp 2, half of them and half of their columns."""
+    cases = [(RECOMPUTED, {"pp": 2, "cp": 2, **further}) for further in ({"ep": 4}, {"ep": 2, "tp": 2})]
+    ranks.work(worker, (cases, str(tmp_path / "results.pt")), 8)
+    for got in torch.load(tmp_path / "results.pt", weights_only=True):
+        assert_equal(got, on_one_device(RECOMPUTED))
