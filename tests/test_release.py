@@ -127,8 +127,8 @@ def test_a_wheel_alone_runs_the_quick_start_of_the_guide(built: Path, tmp_path: 
         done([str(programs / "python"), "-c", "import site; print(site.getsitepackages()[0])"], tmp_path)[:-1]
     )
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
-    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python")]
-    done([*pip, "install", "--no-deps", "--no-index", "--no-compile", *map(str, built.glob("*.whl"))], tmp_path)
+    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--no-deps", "--no-index"]
+    done([*pip, *map(str, built.glob("*.whl"))], tmp_path)
 
     folder = tmp_path / "elsewhere"
     (folder / "corpus").mkdir(parents=True)
