@@ -199,12 +199,6 @@ def sizes(shape: TileShape, head_dim: int, group: int = 16, **more: Any) -> dict
     return {"G": group, "D": head_dim, "M": shape.rows, "N": shape.keys, **more}
 
 
-cases = pytest.mark.parametrize(
-    ("head_dim", "partial", "dtype"), [*product([64, 128], [False, True], ["bf16"]), (128, False, "fp16")]
-)
-"""Float16 takes the registers that bfloat16 takes. partial: some keys are another rank's."""
-
-
 def fits(
     kernel: Any,
     constants: dict[str, Any],
@@ -224,10 +218,13 @@ def fits(
     return compiled
 
 
-@cases
+@pytest.mark.parametrize(
+    ("head_dim", "partial", "dtype"), [*product([64, 128], [False, True], ["bf16"]), (128, False, "fp16")]
+)
 def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(
     head_dim: int, partial: bool, dtype: str, tmp_path: Path
 ) -> None:
+    """Float16 takes the registers that bfloat16 takes. partial: some keys are another rank's."""
     shape = tile_shapes(head_dim, 4096)
     call = {"PARTIAL": partial}
     history = {**call, "HISTORY": 11, "BLOCK": 4096}
@@ -246,10 +243,12 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(
     assert loop.count("ttng.warp_group_dot ") == 4
 
 
-@cases
-@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "partial", "dtype", "block_size"),
+    [*product([64, 128], [False, True], ["bf16"], [64, 128]), (128, False, "fp16", 128)],
+)
 def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(
-    head_dim: int, block_size: int, partial: bool, dtype: str, tmp_path: Path
+    head_dim: int, partial: bool, dtype: str, block_size: int, tmp_path: Path
 ) -> None:
     shape = tile_shapes(head_dim, block_size)
     assert shape.short_forward is not None

@@ -89,4 +89,4 @@ def worker(ep: int, output: str) -> None:
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_recomputed_block_is_one_graph_with_few_passes_over_all_rows(ep: int, ranks: Ranks, tmp_path: Path) -> None:
-    ranks.work(worker, (ep, str(tmp_path / "results.pt")), 2)
+    ranks.work(worker, (ep, str(tmp_path / "results.pt")), ep)

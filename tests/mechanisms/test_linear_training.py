@@ -41,6 +41,7 @@ def with_kinds(run: Run, first: str, second: str, **parallel: Any) -> Run:
         stage["tokens"] = steps * 512
     run.recipe["parallel"] = parallel
     run.recipe["checkpoint"] = {"every": 1, "keep_last": 10}
+    del run.recipe["evaluation"], run.recipe["data"]["validation"]
     return run
 
 

@@ -116,7 +116,7 @@ def test_blocks_are_compiled_once_a_kind(run: Run, ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_blocks_do_not_change_the_loss(run: Run, ranks: Ranks) -> None:
-    """By the code of the C++ compiler, which takes ten seconds for each pass of a kind where nothing is cached: one
+    """By the code of the C++ compiler, which takes seconds for each pass of a kind where nothing is cached: one
     block, without the validation's pass. Attention is an operator, the same code in all kinds."""
     run.recipe["model"]["layers"] = 1
     run.recipe["attention"]["full_layers"] = "none"
