@@ -264,7 +264,7 @@ def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(
 
 def kernels_at(head_dim: int, block_size: int, limit: int) -> list[tuple[Any, TileShape, dict[str, Any]]]:
     """Kernels of blocks of this size, their tiles on a GPU with `limit` bytes of shared memory, and their constants."""
-    shape = tile_shapes(head_dim, block_size, limit)
+    shape, span = tile_shapes(head_dim, block_size, limit), spans.span_shapes(head_dim, limit)
     call = {"PARTIAL": False, "HISTORY": 7, "BLOCK": block_size}
     found: list[tuple[Any, TileShape | None, dict[str, Any]]]
     if block_size > 128:
@@ -283,6 +283,9 @@ def kernels_at(head_dim: int, block_size: int, limit: int) -> list[tuple[Any, Ti
             (gate_kernels._select, TileShape(64, 64, gate_kernels.warps(7), 3), kept),
             (blocks_to_128.forward_to_128, shape.short_forward, call),
             (blocks_to_128.backward_to_128, shape.short_backward, {**call, "SUM": False}),
+            (spans.forward_spans, span.forward, {"SINKS": True}),
+            (spans.dq_spans, span.dq, {"SINKS": True}),
+            (spans.dkdv_spans, span.dkdv, {}),
         ]
     kernels = []
     for kernel, tile, more in found:

@@ -16,7 +16,7 @@ from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.common.geometry import KeySpans
 from moba_train.attention.kernels.common.launch import ceil_div, launch
 from moba_train.attention.kernels.common.softmax import LOG2_E, LOWEST, load_rows, load_stats, normalised
-from moba_train.attention.kernels.common.tiles import TileShape
+from moba_train.attention.kernels.common.tiles import SHARED_MEMORY, TileShape, shared_memory_of
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,12 @@ class SpanShapes:
     dkdv: TileShape
 
 
-def span_shapes(head_dim: int) -> SpanShapes:
-    """The fastest on an H200 for a window of 2,048 (benchmarks/LOG.md, "Windows")."""
-    if head_dim == 64:
+def span_shapes(head_dim: int, shared_memory: int = SHARED_MEMORY) -> SpanShapes:
+    """The fastest on an H200 for a window of 2,048 (benchmarks/LOG.md, "Windows"); smaller ones for less memory."""
+    if head_dim <= 64:
         return SpanShapes(TileShape(64, 64, 4, 2), TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3))
+    if shared_memory < SHARED_MEMORY:
+        return SpanShapes(*[TileShape(64, 64, 8, 2)] * 3)
     return SpanShapes(TileShape(64, 64, 4, 3), TileShape(128, 64, 8, 4), TileShape(64, 128, 8, 3))
 
 
@@ -178,7 +180,7 @@ class SpanCall:
     @property
     def shapes(self) -> SpanShapes:
         """Tile shapes of the call's head width."""
-        return span_shapes(self.call.head_dim)
+        return span_shapes(self.call.head_dim, shared_memory_of(self.call.q_THD.device))
 
     def attend(self, out_THD: Tensor, lse_HT: Tensor) -> None:
         """Write out [T, H, D] and lse [H, T] of the spans alone."""
@@ -251,11 +253,9 @@ class SpanCall:
         return sum_dk, sum_dv
 
     def _row_spans(self) -> dict[str, Any]:
-        spans = self.spans
-        sinks = spans.sink_first_T is not None
-        some = (spans.sink_first_T, spans.sink_end_T) if sinks else (spans.first_T, spans.end_T)
-        named = dict(zip(("first", "end", "sink_first", "sink_end"), (spans.first_T, spans.end_T, *some), strict=True))
-        return {**named, "SINKS": sinks}
+        spans, sinks = self.spans, self.spans.sink_first_T is not None
+        first, end = (spans.sink_first_T, spans.sink_end_T) if sinks else (spans.first_T, spans.end_T)
+        return {"first": spans.first_T, "end": spans.end_T, "sink_first": first, "sink_end": end, "SINKS": sinks}
 
     def _row_tiles(self, shape: TileShape) -> tuple[int, int]:
         return ceil_div(self.call.tokens * self.call.group, shape.rows), self.call.kv_heads
