@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from matplotlib.figure import Figure as Canvas
 
-from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, band, spread, zero_line
+from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, band, name, powers_of_two, spread, zero_line
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
@@ -108,17 +108,19 @@ class EqualTimeRates(Figure):
     def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Rates over lengths."""
         axes = canvas.subplots()
-        for kind in ("full", "moba", "window"):
-            rates = {
-                one["recipe"]["stages"][-1]["seq_len"]: one["tokens_per_s"] for one in results if _kind(one) == kind
-            }
-            axes.plot(
-                sorted(rates), [rates[length] for length in sorted(rates)], "o-", color=_COLOURS[kind], label=kind
-            )
-        axes.set_xscale("log", base=2)
+        found: set[int] = set()
+        for kind, label in (("full", "full attention"), ("moba", "MoBA 128/16"), ("window", "window of 2,048")):
+            own = [one for one in results if _kind(one) == kind]
+            rates = {one["recipe"]["stages"][-1]["seq_len"]: one["tokens_per_s"] / 1000 for one in own}
+            places = sorted(rates)
+            axes.plot(places, [rates[length] for length in places], "o-", color=_COLOURS[kind])
+            if places:
+                name(axes, label, (places[-1], rates[places[-1]]), _COLOURS[kind])
+            found.update(places)
+        powers_of_two(axes, sorted(found))
+        axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens of a sequence")
-        axes.set_ylabel("tokens a second")
-        axes.legend()
+        axes.set_ylabel("thousand tokens a second")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,9 +201,14 @@ class EqualTime(Figure):
 
     def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Loss of the last 2K at 64K over seconds and over tokens, and MoBA's distance from full attention by
-        length; bands over seeds."""
-        panels = canvas.subplots(1, 3, width_ratios=(3, 3, 2))
+        length, if there are several; bands over seeds."""
         trained = [result for result in results if ANSWERS in result["evaluations"]]
+        gaps = {
+            length: [gap for one in trained if (gap := _gap(one, trained, f"moba-{length}")) is not None]
+            for length in LENGTHS
+        }
+        by_length = sum(map(bool, gaps.values())) > 1
+        panels = canvas.subplots(1, 2 + by_length, width_ratios=(3, 3, 2)[: 2 + by_length])
         for kind, label in NAMES.items():
             own = [one for one in trained if one["name"] == f"{kind}-{MAIN}"]
             for axes, unit in zip(panels[:2], ("seconds", "tokens"), strict=True):
@@ -212,14 +219,16 @@ class EqualTime(Figure):
                     band(axes, x, [[loss for _, loss in curve[:points]] for curve in curves], _COLOURS[kind], label)
         for axes, label in zip(panels[:2], ("seconds, by measured rates", "million tokens"), strict=True):
             axes.set_xlabel(label)
+            axes.set_xlim(left=0)
         panels[0].set_ylabel(f"last 2K of {MAIN.upper()}, nats")
-        for place, length in enumerate(LENGTHS):
-            gaps = [gap for one in trained if (gap := _gap(one, trained, f"moba-{length}")) is not None]
-            if gaps:
-                spread(panels[2], gaps, place, MOBA, upright=True)
-        zero_line(panels[2])
-        panels[2].set_xticks(range(len(LENGTHS)), [length.upper() for length in LENGTHS])
-        panels[2].set_ylabel("MoBA above full, nats")
+        if by_length:
+            for place, found in enumerate(gaps.values()):
+                if found:
+                    spread(panels[2], found, place, MOBA, upright=True)
+            zero_line(panels[2])
+            panels[2].set_xticks(range(len(LENGTHS)), [length.upper() for length in LENGTHS])
+            panels[2].set_xlim(-0.5, len(LENGTHS) - 0.5)
+            panels[2].set_ylabel("MoBA above full, nats")
         canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(NAMES))
 
     def _arm(self, kind: str, length: str, seed: int, quick: bool) -> Arm:

@@ -47,16 +47,17 @@ def finished(
 
 
 def test_an_arm_has_the_tokens_of_its_seconds_by_the_rates() -> None:
+    known = equal_time._rates(quick=False)
     for seconds in (300, 1200):
         arms = {arm.name: arm for arm in EqualTime(seconds).arms(0, quick=False)}
         for kind in NAMES:
             rates = {"sparse": "moba-64k", "short": "full-8k", "full": "full-64k"}
             stages = arms[f"{kind}-64k"].recipe["stages"]
-            took = [stage["tokens"] / NOMINAL_RATES[rates[stage["name"]]] for stage in stages]
+            took = [stage["tokens"] / known[rates[stage["name"]]] for stage in stages]
             assert sum(took) == pytest.approx(seconds, rel=0.02)
         assert arms["window-64k"].recipe["stages"][0]["tokens"] == arms["moba-64k"].recipe["stages"][0]["tokens"]
         (sparse, full) = arms["moba-64k"].recipe["stages"]
-        assert sparse["tokens"] / NOMINAL_RATES["moba-64k"] == pytest.approx(0.88 * seconds, abs=BATCH_TOKENS / 9e4)
+        assert sparse["tokens"] / known["moba-64k"] == pytest.approx(0.88 * seconds, abs=BATCH_TOKENS / 9e4)
         assert full["attention"] == {"default": "full"}
         assert all(arm.parent == "base" for arm in arms.values() if arm.name != "base")
 
