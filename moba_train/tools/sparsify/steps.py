@@ -355,7 +355,7 @@ def print_plan(request: Request, source: Source, output: Path, scratch: Path, sa
     for name, text in texts.items():
         write_new(scratch / name, text)
     evaluation = parse_yaml(texts[recipes.EVALUATION], recipes.EVALUATION)["evaluation"]
-    check_sparse(scratch / recipes.SPARSE, evaluation, request, check_files=False)
+    check_sparse(scratch / recipes.SPARSE, evaluation, request, check_files=True)
     say(recipes.told(request))
     for name, text in texts.items():
         say(f"\n--- {output / 'recipes' / name}\n{text.rstrip()}")
@@ -365,7 +365,8 @@ def print_plan(request: Request, source: Source, output: Path, scratch: Path, sa
         line = f"{number}. {step.name}: {step.command}"
         if step.trains:
             config = load_config(scratch / Path(step.words[1]).name, step.words[2:])
-            run = resolve(config, WorldSize(request.gpus, request.gpus), None, check_files=False)
+            # Files of the first that trains, as in `check`.
+            run = resolve(config, WorldSize(request.gpus, request.gpus), None, check_files=number < 4)
             made = make_plan(run, peak_or_default(gpu), PLANNED_MFU)
             each = ", ".join(f"{one.stage.name} {format_duration(one.seconds)}" for one in made.stages)
             line += f"\n   planned: {format_duration(made.seconds)} ({each})"
