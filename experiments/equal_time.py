@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 import torch
 from matplotlib.figure import Figure as Canvas
 
-from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, band, name, powers_of_two, spread, zero_line
+from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, band, powers_of_two, spread, zero_line
+from benchmarks.plotting import name as write_name
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
@@ -115,7 +116,7 @@ class EqualTimeRates(Figure):
             places = sorted(rates)
             axes.plot(places, [rates[length] for length in places], "o-", color=_COLOURS[kind])
             if places:
-                name(axes, label, (places[-1], rates[places[-1]]), _COLOURS[kind])
+                write_name(axes, label, (places[-1], rates[places[-1]]), _COLOURS[kind])
             found.update(places)
         powers_of_two(axes, sorted(found))
         axes.set_ylim(bottom=0)

@@ -212,11 +212,11 @@ def format_count(number: float, base: int = 1000) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in the largest unit that they fill, e.g. `3.2 hours`."""
+    """Seconds in the largest unit that they fill, e.g. `3.2 hours`; below 0.1 s one digit, e.g. `0.004 seconds`."""
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.1f} seconds"
+    return f"{seconds:{'.1f' if seconds >= 0.1 else '.1g'}} seconds"
 
 
 def _json_schema(minimum: int) -> WithJsonSchema:

@@ -153,7 +153,7 @@ class HuggingFaceTokenizer:
 
     def _call(self, request: list[Any], content: bytes = b"") -> tuple[Any, memoryview]:
         try:
-            return self._process.call(request, content, self._limits(0))
+            return self._process.call(request, content, self._limits(len(content)))
         except ValueError as error:
             problem = str(error)
             raise DataError(problem if str(self._path) in problem else f"{self._path} {problem}") from None

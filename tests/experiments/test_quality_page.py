@@ -148,6 +148,21 @@ def test_a_window_of_as_many_keys_is_ahead_of_blocks_of_512() -> None:
     assert f"attend to {mean_keys(moba):,.0f} (blocks of 512) to {mean_keys(moa):,.0f} on average" in PROSE
 
 
+def test_what_one_run_of_equal_seconds_found() -> None:
+    rows = table("equal-time", "arm")
+    full, moba, window = (rows[(f"{kind}-64k",)] for kind in ("full", "moba", "window"))
+    above, further = float(moba["above full"]), float(window["above full"]) - float(moba["above full"])
+    assert f"{above:.3f} nats above full attention throughout ({moba['± evaluation'][:-1]} by" in PROSE.replace(
+        "± 0", "±0"
+    )
+    more = float(moba["tokens"][:-1]) / float(full["tokens"][:-1])
+    assert f"after {more:.1f} times as many tokens" in PROSE
+    found = [f"{float(arm['needles, full']):.2f}" for arm in (moba, full, window)]
+    assert "finds {} of the needles, full attention {}".format(*found) in PROSE
+    assert f"ends another {further:.3f} nats higher and finds {found[2]}" in PROSE
+    assert "In our one short run at 64K it was." in README
+
+
 def test_mean_keys_are_those_of_a_count_query_by_query() -> None:
     (moba,) = (one for one in results("mechanisms") if one["name"] == "moba-8k")
     counted = [min(position // 512, 2) * 512 + position % 512 + 1 for position in range(8192)]

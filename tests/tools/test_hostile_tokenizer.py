@@ -116,6 +116,13 @@ def test_after_a_limit_the_next_text_is_encoded(tmp_path: Path, monkeypatch: pyt
     assert tokenizer.encode("bb") == [1, 1]
 
 
+def test_limits_grow_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_tokenizer, "MEMORY", 200 << 20)
+    split = {"type": "Split", "pattern": {"String": "b"}, "behavior": "Isolated", "invert": False}
+    tokenizer = load_text_tokenizer(written(tmp_path, pre_tokenizer=split))
+    assert tokenizer.encode("ab" * (1 << 20)) == [0, 1] * (1 << 20)
+
+
 def test_time_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_tokenizer, "SECONDS", 1)
     rules = [{"type": "Replace", "pattern": {"String": one}, "content": other} for one, other in ("ab", "ba")] * 500

@@ -112,7 +112,7 @@ def sparsify(
         typer.echo(f"recipes that differ from those of this call, and stay as they are: {', '.join(kept)}")
     todo = [*steps.steps(request, source, output, evaluation)]
     steps.check(todo, gpus)
-    steps.check_sparse(output / "recipes" / recipes.SPARSE, evaluation, request, check_files=True)
+    steps.check_sparse(output / "recipes" / recipes.SPARSE, evaluation, request)
     run = steps.run_here if gpus == 1 else functools.partial(steps.run_command, gpus=gpus)
     with places(jobs, gpus) as found:
         steps.run_steps(todo, texts, output, run, typer.echo, found)

@@ -320,14 +320,14 @@ def check(todo: Sequence[Step], gpus: int) -> None:
         resolve(config, WorldSize(gpus, gpus), check_files=step is trained[0])
 
 
-def check_sparse(recipe: Path, evaluation: dict[str, Any], request: Request, check_files: bool) -> None:
-    """Raise ConfigError for the sparse arm's recipe, evaluations of it that cannot be made, by their files as well if
-    `check_files`, and attention to more keys than the budget: hours before they would be found."""
+def check_sparse(recipe: Path, evaluation: dict[str, Any], request: Request) -> None:
+    """Raise ConfigError for the sparse arm's recipe, evaluations of it that cannot be made, also by their files, and
+    attention to more keys than the budget: hours before they would be found."""
     resolve(load_config(recipe), WorldSize(request.gpus, request.gpus), check_files=False)
     config = load_config(recipe, recipes.sections(evaluation, [*evaluation]))
     setting = evaluated_setting(config, len(config.stages) - 1)
     problems = [*evaluation_problems(config.evaluation, [setting])]
-    if check_files and not problems:
+    if not problems:
         problems += sample_problems(config.evaluation, [setting])
         if not count_samples(setting.validation, request.length):
             problems.append(f"--validation: given no document longer than --length {request.length}")
@@ -349,13 +349,13 @@ def _over_budget(setting: EvaluationSetting, request: Request) -> Iterator[str]:
 
 
 def print_plan(request: Request, source: Source, output: Path, scratch: Path, say: Callable[[str], object]) -> None:
-    """Print everything. scratch: an empty folder. Raises UserError for a recipe that cannot be trained, and for
-    evaluations that cannot be made."""
+    """Print everything. scratch: an empty folder. Raises UserError for a recipe that cannot be trained,
+    evaluations that cannot be made, and files that are missing."""
     texts = recipes.recipes(request, source, output)
     for name, text in texts.items():
         write_new(scratch / name, text)
     evaluation = parse_yaml(texts[recipes.EVALUATION], recipes.EVALUATION)["evaluation"]
-    check_sparse(scratch / recipes.SPARSE, evaluation, request, check_files=False)
+    check_sparse(scratch / recipes.SPARSE, evaluation, request)
     say(recipes.told(request))
     for name, text in texts.items():
         say(f"\n--- {output / 'recipes' / name}\n{text.rstrip()}")
@@ -365,7 +365,8 @@ def print_plan(request: Request, source: Source, output: Path, scratch: Path, sa
         line = f"{number}. {step.name}: {step.command}"
         if step.trains:
             config = load_config(scratch / Path(step.words[1]).name, step.words[2:])
-            run = resolve(config, WorldSize(request.gpus, request.gpus), None, check_files=False)
+            first = number < 4  # the others also read what it leaves
+            run = resolve(config, WorldSize(request.gpus, request.gpus), None, check_files=first)
             made = make_plan(run, peak_or_default(gpu), PLANNED_MFU)
             each = ", ".join(f"{one.stage.name} {format_duration(one.seconds)}" for one in made.stages)
             line += f"\n   planned: {format_duration(made.seconds)} ({each})"

@@ -193,7 +193,8 @@ def test_peak_rates_by_the_names_cuda_gives(name: str, rate: int | None) -> None
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(5, "5.0 seconds"), (90, "1.5 minutes"), (7200, "2.0 hours"), (1e6, "11.6 days")]
+    ("seconds", "text"),
+    [(0.0043, "0.004 seconds"), (5, "5.0 seconds"), (90, "1.5 minutes"), (7200, "2.0 hours"), (1e6, "11.6 days")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
