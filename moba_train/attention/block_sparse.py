@@ -6,6 +6,7 @@ C selected history blocks of a query.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -20,9 +21,11 @@ from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.kernels.common.geometry import block_bound, first_blocks
 from moba_train.attention.kernels.common.selection import Choice, selection_statistics
 from moba_train.attention.kernels.table import kernel_decodes
+from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.attention.statistics import Statistics
+from moba_train.config.base import Section
 
 
 class AttendsToBlocks(Protocol):
@@ -148,3 +151,19 @@ class GivenBlocks(LocalAttention, TakesSelection, Probed):
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
         return self.blocks.attend_backward(state, layout, selection)
+
+
+def too_long(context: StageContext, options: Section, *keys: str) -> Iterator[str]:
+    """Problems of those of these options, numbers of tokens, that do not fit in the stage's sequences."""
+    for key in keys:
+        if (size := getattr(options, key)) > context.seq_len:
+            yield (
+                f"{key}: given {size} {context.layers}, which does not fit in a sequence of {context.seq_len} tokens; "
+                "allowed: at most seq_len"
+            )
+
+
+def refused_triton(context: StageContext, backend: str, reason: str) -> Iterator[str]:
+    """Problem of an option `backend` that asks for Triton kernels, which cannot run for this reason; none if that is empty."""
+    if backend == "triton" and reason:
+        yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"

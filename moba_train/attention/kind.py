@@ -70,21 +70,6 @@ class StageContext:
     training: bool = True
     """False if a trained model is only evaluated or generates."""
 
-    def too_long(self, options: Section, *keys: str) -> Iterator[str]:
-        """Problems of those of these options, numbers of tokens, that do not fit in the stage's sequences."""
-        for key in keys:
-            if (size := getattr(options, key)) > self.seq_len:
-                yield (
-                    f"{key}: given {size} {self.layers}, which does not fit in a sequence of {self.seq_len} tokens; "
-                    "allowed: at most seq_len"
-                )
-
-    def refused_triton(self, backend: str, reason: str) -> Iterator[str]:
-        """Problem of an option `backend` that asks for Triton kernels, which cannot run for this reason; none if that
-        is empty."""
-        if backend == "triton" and reason:
-            yield f"backend: given 'triton' {self.layers}, which cannot run: {reason}; set auto"
-
 
 class MicroBatch(NamedTuple):
     """Sizes on which the bytes of a layer depend; `tp`: ranks that divide its heads."""

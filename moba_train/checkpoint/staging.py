@@ -102,7 +102,8 @@ class FiniteCheck:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._names = [name for name, tensor in tensors.items() if _can_hold_nan(tensor)]
+        some = {name: x for name, x in tensors.items() if x.is_floating_point() and x.numel()}
+        self._names = [name for name, x in some.items() if x.itemsize > 1]  # of narrower numbers there are no extrema
         self._on_gpu = [name for name in self._names if tensors[name].is_cuda]
         self._flags = torch.empty(0, dtype=torch.bool)
         self._timed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -132,8 +133,3 @@ class FiniteCheck:
         if self._timed is not None:
             seconds += self._timed[0].elapsed_time(self._timed[1]) / 1000
         return [name for name in self._names if not finite[name]], seconds
-
-
-def _can_hold_nan(tensor: Tensor) -> bool:
-    """True if it has numbers of float16, bfloat16, float32 or float64; there are no extrema of narrower ones."""
-    return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0

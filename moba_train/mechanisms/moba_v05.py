@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moba_train.attention.block_sparse import too_long
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kind import (
     AttentionKind,
@@ -120,7 +121,7 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
         """A segment longer than the sequence."""
         assert isinstance(options, MobaV05Kind.Options)
-        yield from context.too_long(options, "block_size")
+        yield from too_long(context, options, "block_size")
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.block_sparse import GivenBlocks, listed_blocks
+from moba_train.attention.block_sparse import GivenBlocks, listed_blocks, too_long
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kernels.common.geometry import QueryBlocks
@@ -125,7 +125,7 @@ class OracleKind(AttentionKind):
         forced = {"current", *options.always}
         if len(forced) > options.topk:
             yield f"topk: given {options.topk} {context.layers}; allowed: at least the {len(forced)} blocks of always"
-        yield from context.too_long(options, "block_size")
+        yield from too_long(context, options, "block_size")
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, None]:
         """Attention of this rank's tokens to the keys of all tokens."""

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from moba_train.config.base import format_count, format_duration
-from moba_train.config.mesh import MeshSizes
 from moba_train.config.stages import Stage
 from moba_train.memory.shortage import host_shortage
 from moba_train.parallel.float8 import describe_layers
@@ -91,13 +90,9 @@ def _at_most(planned: int, most: int, show: Callable[[int], str]) -> str:
 
 def _mesh(layouts: Sequence[StageLayout], ranks: int, device: str) -> str:
     count = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    meshes = dict.fromkeys(_dimensions(layout.mesh) for layout in layouts)
+    sizes = (layout.mesh._asdict().items() for layout in layouts)
+    meshes = dict.fromkeys(" x ".join(f"{name} {size}" for name, size in mesh if size > 1) for mesh in sizes)
     return f"{count} ({device})" + (f": {', then '.join(meshes)}" if ranks > 1 else "")
-
-
-def _dimensions(mesh: MeshSizes) -> str:
-    """The dimensions with more than one rank."""
-    return " x ".join(f"{name} {size}" for name, size in mesh._asdict().items() if size > 1)
 
 
 def _tokens(stages: Sequence[Stage]) -> str:

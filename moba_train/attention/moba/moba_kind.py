@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from moba_train.attention.block_sparse import refused_triton, too_long
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import (
@@ -45,7 +46,7 @@ class MobaKind(AttentionKind):
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
         """A block longer than the sequence, more forced blocks than topk, and a backend that cannot run."""
         assert isinstance(options, MobaAttention.Options)
-        yield from context.too_long(options, "block_size")
+        yield from too_long(context, options, "block_size")
         forced = {"current", *options.always}
         if options.topk < len(forced):
             yield (
@@ -54,7 +55,7 @@ class MobaKind(AttentionKind):
             )
 
         reason = triton_problem(context.device, context.model.head_width, options.block_size, options.history_blocks)
-        yield from context.refused_triton(options.backend, reason)
+        yield from refused_triton(context, options.backend, reason)
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.block_sparse import GivenBlocks
+from moba_train.attention.block_sparse import GivenBlocks, refused_triton, too_long
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kernels.common.selection import SELECTION
@@ -112,9 +112,9 @@ class DistilledGate(AttentionKind):
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
         """A block longer than the sequence, a width that cannot be rotated, and a backend that cannot run."""
         assert isinstance(options, GateOptions)
-        yield from context.too_long(options, "block_size")
+        yield from too_long(context, options, "block_size")
         if options.mode == "sparse":
-            yield from context.refused_triton(options.backend, cls.triton_problem(options, context))
+            yield from refused_triton(context, options.backend, cls.triton_problem(options, context))
 
     @abstractmethod
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.block_sparse import DenseOrSparse, listed_blocks
+from moba_train.attention.block_sparse import DenseOrSparse, listed_blocks, refused_triton, too_long
 from moba_train.attention.facets.probed import Gate, Gated, SelectedBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
@@ -282,10 +282,10 @@ class InfLLMV2Kind(AttentionKind):
         assert isinstance(options, InfLLMV2Attention.Options)
         for problem in options.contradictions():
             yield f"{problem} ({context.layers})"
-        yield from context.too_long(options, "block_size")
+        yield from too_long(context, options, "block_size")
         remote = options.topk - options.local_blocks
         reason = triton_problem(context.device, context.model.head_width, options.block_size, remote)
-        yield from context.refused_triton(options.backend, reason)
+        yield from refused_triton(context, options.backend, reason)
 
     def costs(self, model: ModelConfig) -> "InfLLMV2Costs":
         """Costs of attention to the selected blocks, and of the scores."""

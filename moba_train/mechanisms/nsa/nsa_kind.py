@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.block_sparse import GivenBlocks
+from moba_train.attention.block_sparse import GivenBlocks, refused_triton, too_long
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import triton_problem
@@ -169,9 +169,9 @@ class NsaKind(AttentionKind):
         """Sizes that contradict each other, blocks longer than the sequence, and a backend that cannot run."""
         assert isinstance(options, NsaOptions)
         yield from _contradictions(options, f" {context.layers}")
-        yield from context.too_long(options, "compressed_block", "block_size")
+        yield from too_long(context, options, "compressed_block", "block_size")
         reason = triton_problem(context.device, context.model.head_width, options.block_size, options.history_blocks)
-        yield from context.refused_triton(options.backend, reason)
+        yield from refused_triton(context, options.backend, reason)
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:

@@ -15,6 +15,7 @@ from moba_train import registry
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import Layout, TokenRanges
 from moba_train.attention.observer import StatisticsObserver
+from moba_train.attention.statistics import Statistics
 from moba_train.config.parallel import CPLayout
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.parallel.context.context_cases import (
@@ -94,6 +95,18 @@ def test_equal_to_one_device_at_random_sizes(data: st.DataObject) -> None:
     check(CPStrategy(ranks, transport, data.draw(st.sampled_from(LAYOUTS)), node, depth, slices), case)
 
 
+class SharedObserver(StatisticsObserver):
+    """That threads share, one after the other: adding up reads what is there and writes the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def report(self, statistics: Statistics) -> None:
+        with self._lock:
+            super().report(statistics)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transport: str, layout: CPLayout) -> None:
@@ -102,7 +115,7 @@ def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transpo
     case = Case((60, 3, 37), options={"always": ("current", "first")}, topk=4)
     means = []
     for run in (on_one_device, partial(on_threads, strategy(transport, layout))):
-        watched = StatisticsObserver()
+        watched = SharedObserver()
         run(case, case.inputs(), watched)
         means.append(watched.statistics.values)
     one, ranks = ({name: mean[name] for name in ("key_share", "first_block_share", "distance")} for mean in means)
