@@ -164,6 +164,6 @@ def too_long(context: StageContext, options: Section, *keys: str) -> Iterator[st
 
 
 def refused_triton(context: StageContext, backend: str, reason: str) -> Iterator[str]:
-    """Problem of an option `backend` that asks for Triton kernels, which cannot run for this reason; none if that is empty."""
+    """Problem of an option `backend` that asks for Triton kernels, which cannot run for this reason; empty: can."""
     if backend == "triton" and reason:
         yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
