@@ -143,7 +143,7 @@ def test_sizes_of_documents_are_symbols_next_to_what_the_user_has_named() -> Non
     """However many models are compiled."""
     fields = ",".join(f"L['layout'].{name}" for name in ("cu_seqlens", "cu_seqlens_cpu", "max_seqlen"))
     for asked, wanted in (("", fields), ("L['mine']", f"L['mine'],{fields}")):
-        with torch.compiler.config.patch(dynamic_sources=asked):
+        with torch.compiler.config.patch(dynamic_sources=asked):  # type: ignore[attr-defined]  # added at import
             for _ in range(2):
                 model_of("moba", compiled=True)
                 assert torch.compiler.config.dynamic_sources == wanted
