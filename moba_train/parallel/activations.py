@@ -118,7 +118,7 @@ class BlockForward:
         return self.host_memory.holding_rows(len(x_TD), (*self._block.parameters(), *shared))
 
 
-_OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_cpu", "max_seqlen")
+_OF_DOCUMENTS = "L['layout'].cu_seqlens,L['layout'].cu_seqlens_cpu,L['layout'].max_seqlen"
 """Fields of a `Layout` whose sizes and values differ from batch to batch: symbols in compiled code."""
 
 
@@ -136,8 +136,9 @@ def wrap_blocks(model: Transformer, compiled: bool) -> None:
     forms: tuple[Callable[..., BlockResult], ...] = (Block.forward, recomputed)
     if compiled:
         # Else code is made for the first documents' lengths, and again, up to twice, for others: a resumed run would
-        # have other code than one that never stopped.
-        torch.compiler.config.dynamic_sources = ",".join(f"L['layout'].{name}" for name in _OF_DOCUMENTS)
+        # have other code than one that never stopped. Behind what the user's own code has asked for.
+        asked = torch.compiler.config.dynamic_sources.removesuffix(_OF_DOCUMENTS).rstrip(",")
+        torch.compiler.config.dynamic_sources = ",".join(filter(None, (asked, _OF_DOCUMENTS)))
         forms = (torch.compile(Block.forward), torch.compile(recomputed))
     for block in _blocks(model):
         block.forward = BlockForward(block, *forms)  # type: ignore[method-assign]  # as torch's wrappers do

@@ -46,8 +46,7 @@ def resumed_progress(run: ResolvedRun, meta: Mapping[str, Any], tokenizer: str, 
 
 def _source(run: ResolvedRun) -> str:
     """Address of the checkpoint of another run that the run begins with, or an empty text."""
-    asked = run.checkpoint.asked_for()
-    return next((str(setting.address) for name, _, setting in asked if name == "resume_from"), "")
+    return next((str(setting.address) for name, _, setting in run.checkpoint.asked_for() if name == "resume_from"), "")
 
 
 def run_then(meta: Mapping[str, Any]) -> ResolvedRun | None:

@@ -45,6 +45,7 @@ from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.parallel.world import World, broadcast, gather_over_ranks, joined_world
+from moba_train.registry import TRANSPORTS
 from moba_train.resolve.run import resolve_unchecked, setup_on, stage_layout
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.evaluated_recipe import EvaluationOptions, evaluated_setting, evaluations_named
@@ -153,8 +154,8 @@ def load_on_this_machine(saved: SavedRun) -> Transformer:
 
 
 def ranks_of_prompt(saved: SavedRun, world: World) -> PromptRanks | None:
-    """All ranks, to share a prompt by the transport of the stage or, with another number of ranks, that of `auto`; None
-    if there is one. Called on all ranks together."""
+    """All ranks, to share a prompt by the transport of the stage or, with another number of ranks or if that is one
+    between nodes, that of `auto`; None if there is one rank. Called on all ranks together."""
     if world.size == 1:
         return None
     stage, _ = _laid_out(saved.stage, world.size, world.size)
@@ -273,9 +274,11 @@ def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSize
     if ranks % cp:
         given = f"--cp: given {cp}, which does not divide the {ranks} ranks of --gpus"
         raise UserError(f"{given}; {allowed_divisors(ranks)}, or more --gpus")
-    # The recipe's transport may not work with another number of ranks or heads.
+    # The recipe's transport may not work with another number of ranks, heads or nodes.
     unchanged = (cp, 1, 1) == (stage.parallel.cp, stage.parallel.tp, stage.parallel.pp)
-    parallel = stage.parallel if unchanged else ParallelConfig(cp=cp)
+    transport = TRANSPORTS.get(stage.parallel.cp_transport)
+    between_nodes = transport is not None and transport.needs_nodes
+    parallel = stage.parallel if unchanged and not between_nodes else ParallelConfig(cp=cp)
     return dataclasses.replace(stage, parallel=parallel), MeshSizes(dp_shard=ranks // cp, cp=cp)
 
 

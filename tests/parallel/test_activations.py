@@ -139,6 +139,16 @@ def test_a_policy_recomputes_the_products_that_it_does_not_keep() -> None:
     assert [count - counts[0] for count in counts] == [0, 0, 2 * 2, 2 * (2 + 4), 2 * (2 + 4)]
 
 
+def test_sizes_of_documents_are_symbols_next_to_what_the_user_has_named() -> None:
+    """However many models are compiled."""
+    fields = ",".join(f"L['layout'].{name}" for name in ("cu_seqlens", "cu_seqlens_cpu", "max_seqlen"))
+    for asked, wanted in (("", fields), ("L['mine']", f"L['mine'],{fields}")):
+        with torch.compiler.config.patch(dynamic_sources=asked):  # type: ignore[attr-defined]  # added at import
+            for _ in range(2):
+                model_of("moba", compiled=True)
+                assert torch.compiler.config.dynamic_sources == wanted
+
+
 def test_compiled_blocks_keep_what_the_policy_names_and_nothing_else(
     calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,8 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.stage_strategy import stage_strategy
+from moba_train.tools.evaluate import _laid_out
 from moba_train.tools.inference.across_ranks import (
     PromptRanks,
     SpreadAttention,
@@ -33,6 +35,7 @@ from moba_train.tools.inference.cache import CachedAttention, CachePlan, Decode
 from moba_train.tools.inference.generate import generate
 from tests.attention.kind_checks import small_model
 from tests.forked import run_processes
+from tests.parallel.test_stage_strategy import stage_of
 from tests.thread_ranks import Board, ThreadCommunicator, thread_transports
 from tests.tools.test_generate_command import TEXT, generated, project, run  # noqa: F401  # fixtures
 
@@ -175,12 +178,20 @@ def test_kinds_that_cannot_be_spread_are_refused_by_name(
 
 def test_a_prompt_with_fewer_tokens_than_ranks_is_refused() -> None:
     def refused(ranks: PromptRanks) -> None:
-        with pytest.raises(ValueError, match=r"parallel\.cp: 4 given for a sequence of 3 tokens"):
+        with pytest.raises(ValueError, match=r"--gpus\): given 4 for a prompt of 3 tokens; allowed: one per token"):
             next(generate_across_ranks(ranks, model_with(MIXED), [1, 2, 3], 2))
         with pytest.raises(ValueError, match="prompt 0: no tokens given"):
             next(generate_across_ranks(ranks, model_with(MIXED), [], 2))
 
     on_threads(CPStrategy(4, "allgather", "zigzag", 4), refused)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [("hierarchical", "ulysses"), ("ring", "ring")])
+def test_a_transport_between_nodes_is_replaced_as_there_may_be_one_node(given: str, wanted: str) -> None:
+    """For generate and eval; all transports give the same numbers."""
+    model, stage = stage_of({"default": "full"}, cp=4, cp_transport=given)
+    stage, _ = _laid_out(stage, 4, 4)
+    assert stage_strategy(model, stage, 4)[0].transport == wanted
 
 
 def test_the_model_is_as_before_and_a_stop_token_ends_the_text_on_all_ranks() -> None:

@@ -72,12 +72,14 @@ def generate_across_ranks(
 ) -> Iterator[int]:
     """Yield the token ids that `generate` would, on all ranks together, which give equal arguments.
 
-    `sampling`: the fields of `Sampling`. Raises ValueError as `generate`, and, naming the key, for a prompt with fewer
-    tokens than ranks and as `check_kinds`.
+    `sampling`: the fields of `Sampling`. Raises ValueError as `generate`, as `check_kinds`, and for a prompt with fewer
+    tokens than ranks.
     """
     rules = Sampling(**sampling)
     check_generation(model, [prompt], rules, decode)
     check_kinds(model.attention_kinds(), decode)
+    if len(prompt) < (count := ranks.communicator.size):
+        raise ValueError(f"ranks (--gpus): given {count} for a prompt of {len(prompt)} tokens; allowed: one per token")
     generator = torch.Generator(model.embedding.weight.device).manual_seed(rules.seed)
     spread = SpreadSequence(ranks, len(prompt), max_new_tokens, model.embedding.weight.device)
     model.set_engines([SpreadAttention(spread, decode, kind.name) for kind in model.attention_kinds()])
@@ -121,7 +123,7 @@ class SpreadSequence:
     """A sequence whose keys ranks share, and the tokens of the model's next call."""
 
     def __init__(self, ranks: PromptRanks, tokens: int, new_tokens: int, device: torch.device) -> None:
-        """tokens: of the prompt. Raises ValueError, naming `parallel.cp`, if these are fewer than the ranks."""
+        """tokens: of the prompt, one for each rank or more."""
         self.engine, self.communicator = ranks
         self.prompt = self.engine.sequence(tokens)
         self.new_tokens = new_tokens
