@@ -227,8 +227,8 @@ class WindowAttention(LocalAttention):
         return [(band, kernel if band.fits_kernels else None) for band in found]
 
     def takes_spans(self, q_THD: Tensor, layout: Layout) -> bool:
-        """True if the Triton kernels take the windows of queries like these. A new token alone is left to a flash kernel:
-        tables of spans have all keys."""
+        """True if the Triton kernels take the windows of queries like these. A new token alone is left to a flash
+        kernel: tables of spans have all keys."""
         return self.backend != "reference" and len(q_THD) > 1 and not call_problem(q_THD, layout, _BLOCK, 0)
 
     def _selection_and_spans(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> tuple[Selection, KeySpans]:
