@@ -7,7 +7,7 @@ from typer.testing import CliRunner, Result
 
 
 def run_app(app: typer.Typer, *arguments: object, code: int = 0, **options: Any) -> Result:
-    """What a command has written; it must have ended with this exit code."""
+    """The output of a command, which must have ended with this exit code."""
     done = CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
     assert done.exit_code == code, done.output
     return done

@@ -53,6 +53,12 @@ class LongDocumentEvaluation(Evaluation[AnyOptions]):
             given = f"{cls.key}.bucket: given {bucket}"
             yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}"
 
+    def _curves(self, context: EvaluationContext, bucket: int) -> "dict[str, PositionWiseLoss]":
+        """The loss by position, in buckets, with each attention."""
+        shared = context.data_shard, context.device, context.between_batches
+        names = context.each_attention()
+        return {name: position_wise_loss(context.model, self._samples, bucket, *shared) for name in names}
+
 
 class PositionWise(LongDocumentEvaluation[PositionWiseConfig]):
     """Loss by position in the context, in buckets; the last is the trailing loss. See docs/how-to/stages.md."""
@@ -82,17 +88,7 @@ class PositionWise(LongDocumentEvaluation[PositionWiseConfig]):
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`trailing_loss` and, if full attention is also tried, `trailing_gap`, each with its standard error."""
-        curves = {
-            name: position_wise_loss(
-                context.model,
-                self._samples,
-                self._options.bucket,
-                context.data_shard,
-                context.device,
-                context.between_batches,
-            )
-            for name in context.each_attention()
-        }
+        curves = self._curves(context, self._options.bucket)
         found = summarize(curves, context.own)
         # Samples of one document are alike: a comparison of runs counts documents.
         return replace(found, data={**found.data, "documents": self._samples.documents})

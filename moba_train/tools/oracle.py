@@ -31,7 +31,7 @@ from moba_train.evals.evaluation import (
     name_of,
     with_full,
 )
-from moba_train.evals.position_wise import LongDocumentEvaluation, PositionWise, PositionWiseLoss, position_wise_loss
+from moba_train.evals.position_wise import LongDocumentEvaluation, PositionWise, PositionWiseLoss
 from moba_train.foreign_files import read_foreign_json, working_roots
 from moba_train.mechanisms.by_group import ByGroupKind, Part
 from moba_train.mechanisms.oracle import IdealAttention
@@ -127,17 +127,7 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
         """All attentions on the same weights and samples."""
         attentions = self._attentions(context)
         context = replace(context, attentions=attentions)
-        curves = {
-            name: position_wise_loss(
-                context.model,
-                self._samples,
-                self._options.bucket,
-                context.data_shard,
-                context.device,
-                context.between_batches,
-            )
-            for name in context.each_attention()
-        }
+        curves = self._curves(context, self._options.bucket)
         scores: dict[str, dict[str, float]] = {name: {} for name in attentions}
         for asked in self._asked:
             for name, found in _scores(asked, context).items():

@@ -82,7 +82,7 @@ def moe_block(compiled: bool) -> tuple[MixtureOfExperts, ModelConfig, BlockBytes
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_experts_keep_what_is_counted(compiled: bool) -> None:
-    """Of the tensors with a row for each copy of a token: what goes into the experts, but not what comes out."""
+    """Keeps the rows of copies of tokens that go into the experts, and not those that come out."""
     layer, _, block = moe_block(compiled)
     x = drawn(TOKENS, HIDDEN).bfloat16().requires_grad_()
     kept: dict[int, Tensor] = {}
