@@ -110,7 +110,7 @@ class SinkCopies(NamedTuple):
     rows_dP: Tensor
 
     def add(self, part_sKD: Tensor, sum_SKD: Tensor) -> None:
-        """Add what copies gave to that of all keys, always in the same order."""
+        """Add what copies gave, [C * P, K, D], to that of all keys, [S, K, D], always in the same order. Float32."""
         part_CPKD = part_sKD.unflatten(0, self.rows_CP.shape)
         sum_dPKD = torch.segment_reduce(part_CPKD, "sum", lengths=self.chunks_d, unsafe=True)
         sum_dPKD.masked_fill_((self.rows_dP < 0)[..., None, None], 0)

@@ -19,7 +19,7 @@ def merge(out_a_THD: Tensor, lse_a_HT: Tensor, out_b_THD: Tensor, lse_b_HT: Tens
 
 
 def merge_into(out_THD: Tensor, lse_HT: Tensor, partial_THD: Tensor, partial_lse_HT: Tensor) -> None:
-    """`merge` in place, into `out` and `lse`."""
+    """`merge` in place, into `out` (any float dtype) and `lse` (float32 or float64)."""
     merged_HT, weight_TH1, partial_weight_TH1 = _weights(lse_HT, partial_lse_HT)
     # In place: around a ring a temporary of the size of `out` would be written and read again for every chunk.
     if out_THD.dtype == lse_HT.dtype:
