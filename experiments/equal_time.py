@@ -208,8 +208,8 @@ class EqualTime(Figure):
         return Finding(_verdicts(trained), rows)
 
     def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
-        """Loss of the last 2K at 64K above what full attention ends at, over seconds and over tokens, and MoBA's distance
-        from full attention by length, if there are several; bands over seeds."""
+        """Loss of the last 2K at 64K above that at the end of full attention, over seconds and over tokens, and MoBA's
+        distance from full attention by length, if there are several; bands over seeds."""
         trained = [result for result in results if ANSWERS in result["evaluations"]]
         gaps = {
             length: [gap for one in trained if (gap := _gap(one, trained, f"moba-{length}")) is not None]
