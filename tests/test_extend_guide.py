@@ -106,7 +106,7 @@ def test_the_commands_lead_to_a_model_in_transformers(folder: Path, capsys: pyte
         if "recipe.yaml" in words:
             words = [*words[:3], *smaller]
         if words[1] == "eval":
-            words = [*words[:3], *words[-2:], "--sequences", "2"]
+            words = [*words[:3], *words[-2:], "evaluation.position_wise.sequences=2"]
         values = {"0.02": "0.3", "128K": "512", "50": "3"}
         here = [values.get(word, word) for word in words]
         printed[words[1]] = run(here, *(["--workers", "1"] if words[1] == "tokenize" else []))

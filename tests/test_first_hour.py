@@ -29,7 +29,7 @@ SHORTENED = {
     "micro_batch_size: 8": "micro_batch_size: 4",
     "micro_batch_size: 2": "micro_batch_size: 1",
     "  sequences: 16": "  sequences: 4",
-    "--sequences 16": "--sequences 4",
+    "position_wise.sequences=16": "position_wise.sequences=4",
     "  log_every: 5": "  log_every: 5\n  report: false",
 }
 
