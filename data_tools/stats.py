@@ -1,19 +1,16 @@
-"""Tables about corpora: document lengths, MoBA's sparsity on them, distances of repeats, use by a recipe's stages."""
+"""Tables about corpora: document lengths, MoBA's sparsity on them, use by a recipe's stages."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
 from data_tools.outputs import check_output_file
-from data_tools.word_hashes import run_hashes
 from moba_train.attention.moba.moba_kind import attended_pairs
-from moba_train.config.base import format_count
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import DataSpec, training_data
@@ -142,51 +139,6 @@ def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
         "yaxis": {"tickformat": ".0%", "rangemode": "tozero", "title": "share of the corpus' tokens"},
     }
     write_charts("Document lengths", [Chart("lengths", "Tokens by document length", "", traces, layout)], Path(path))
-
-
-DISTANCES = (512, 2048, 8192, 32768, 131072)
-"""Upper bounds of the ranges of distances, in tokens."""
-MOST_TOKENS = 16 << 20
-"""Tokens that tables are made from, of larger corpora."""
-
-
-def repeat_shares(corpus: IndexedDataset, length: int, most_tokens: int) -> npt.NDArray[np.float64]:
-    """Shares of the tokens that end a run of `length` tokens which occurred before in the document, by the distance to
-    the nearest earlier run: [ranges of `DISTANCES`, and beyond the last]. They show what a model that copies gains from
-    a longer context.
-
-    Reads documents that are spread evenly over the corpus, with about `most_tokens` tokens. Runs are compared by a hash
-    of 64 bits.
-    """
-    step = max(1, -(-corpus.tokens // most_tokens))
-    counts = np.zeros(len(DISTANCES) + 1, np.int64)
-    tokens = 0
-    for document in range(0, corpus.documents, step):
-        distances = nearest_repeats(corpus.document(document), length)
-        counts += np.bincount(np.searchsorted(DISTANCES, distances), minlength=len(counts))
-        tokens += int(corpus.document_lengths[document])
-    return counts / max(tokens, 1)
-
-
-def nearest_repeats(tokens: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
-    """Distance of each run of `length` tokens that occurred earlier to its nearest earlier occurrence, in any order,
-    int64 [n]."""
-    hashes = run_hashes(tokens, length)
-    order = np.argsort(hashes, kind="stable")
-    same = hashes[order[1:]] == hashes[order[:-1]]
-    return (order[1:] - order[:-1])[same]
-
-
-def repeats_table(corpora: Sequence[IndexedDataset], length: int) -> Table:
-    """Table with a row for each corpus: `repeat_shares`."""
-    table = Table(title=f"tokens that end a run of {length} tokens which occurred before in the document, by distance")
-    table.add_column("corpus", overflow="fold")
-    for bound in DISTANCES:
-        table.add_column(f"<= {format_count(bound, 1024)}", justify="right")
-    table.add_column("farther", justify="right")
-    for corpus in corpora:
-        table.add_row(corpus.prefix, *(f"{share:.2%}" for share in repeat_shares(corpus, length, MOST_TOKENS)))
-    return table
 
 
 @dataclass(frozen=True)

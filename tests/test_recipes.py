@@ -266,7 +266,7 @@ def test_what_the_guide_says_its_miniatures_print(printed: dict[str, str]) -> No
 
 
 def test_the_conversations_carry_loss_on_their_answers_alone(printed: dict[str, str]) -> None:
-    shown = output_of(printed, "moba-data sft --input runs/mini/data/sft-short.jsonl")
+    shown = run(["moba-data", "show", "runs/mini/data/sft-short-train"])
     question = r"what is the number of the \w+ \w+ \d+\?<\|im_end\|>"
     assert re.search(rf"{question}\n<\|im_start\|>assistant\n\[\[\d+<\|im_end\|>\]\]\n", shown)
     logged = records("sft-1m")

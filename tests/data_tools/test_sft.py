@@ -40,7 +40,7 @@ def show(prefix: Path, tokenizer: str) -> str:
 
 
 def spans(text: str) -> list[str]:
-    """Texts between the marks of `--show`."""
+    """Texts between the marks."""
     return re.findall(r"\[\[(.*?)\]\]", text, re.DOTALL)
 
 
@@ -133,12 +133,11 @@ def test_bad_records_are_named_by_line_and_the_rest_is_shown_and_counted(tokeniz
     raw = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}
     source = write_lines(tmp_path / "chat.jsonl", [*BAD.values(), raw])
     output = str(tmp_path / "corpus")
-    command = ["sft", "--input", source, "--tokenizer", tokenizer, "--output", output, "--show", "3"]
+    command = ["sft", "--input", source, "--tokenizer", tokenizer, "--output", output]
     done = run_app(app, *command)
     for line, reason in enumerate(BAD, 1):
         assert re.search(rf"chat\.jsonl:{line}: .*{re.escape(reason)}", done.output), reason
     assert "1 conversations, 4 tokens, 2 with loss (50.00%), the longest 4" in done.output
-    assert len(spans(done.output)) == 1
     assert IndexedDataset(f"{output}.loss").document(0).tolist() == [0, 0, 1, 1]
     assert CliRunner().invoke(app, ["verify", output]).exit_code == 0
     Path(f"{output}.loss.bin").write_bytes(bytes([0, 0, 1, 7]))

@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from data_tools.cli import app
 from data_tools.corpus_writer import IndexedDatasetWriter
-from data_tools.stats import DISTANCES, effective_sparsity, length_histogram, repeat_shares
-from moba_train.data.indexed import IndexedDataset
+from data_tools.stats import effective_sparsity, length_histogram
 from tests.commands import run_app
 
 
@@ -63,26 +62,3 @@ def test_lengths_are_written_as_in_recipes(tmp_path: Path) -> None:
     for wrong in ("4Q", "0", "-4K"):
         refused = run_app(app, *command, wrong, code=2)
         assert "--block-size" in refused.output
-
-
-@pytest.mark.parametrize("length", [1, 3])
-def test_repeats_are_counted_by_the_distance_to_the_nearest(tmp_path: Path, length: int) -> None:
-    draw = np.random.default_rng(length)
-    texts = [draw.integers(4, size=size) for size in (400, 2, 0, 90)]
-    texts.append(np.concatenate([np.arange(1000), np.arange(1000)]))
-    with IndexedDatasetWriter(tmp_path / "corpus", np.uint16) as writer:
-        for text in texts:
-            writer.add_document(text)
-    counts = np.zeros(len(DISTANCES) + 1)
-    for text in texts:
-        last: dict[tuple[int, ...], int] = {}
-        for end in range(length, len(text) + 1):
-            run = tuple(text[end - length : end].tolist())
-            if run in last:
-                counts[np.searchsorted(DISTANCES, end - last[run])] += 1
-            last[run] = end
-    corpus = IndexedDataset(tmp_path / "corpus")
-    assert repeat_shares(corpus, length, corpus.tokens) == pytest.approx(counts / corpus.tokens)
-    assert counts[0] > 0
-    assert counts[1] >= 1000 - length
-    assert repeat_shares(corpus, length, corpus.tokens // 2).sum() < 1
