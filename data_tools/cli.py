@@ -399,7 +399,7 @@ def sft(
     output: Annotated[str, typer.Option("--output", "-o", help="Corpus prefix: file names without .bin/.idx")],
     template: Annotated[
         str,
-        typer.Option(help="Chat template: chatml, llama3, qwen, a Jinja file, or a model folder that has one"),
+        typer.Option(help="Chat template: chatml, llama3, a Jinja file, or a model folder that has one"),
     ] = "chatml",
     split: Split = None,
     end_of_turn: Annotated[

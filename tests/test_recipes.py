@@ -287,11 +287,10 @@ def test_trajectories_carry_loss_on_calls_and_answers(printed: dict[str, str]) -
 def test_the_export_runs_in_transformers_with_moba(printed: dict[str, str]) -> None:
     transformers = pytest.importorskip("transformers")
     from moba_train.tools.hf.config import read_model_config
-    from moba_train.tools.transformers_attention import register
 
     last, folder = load_config("runs/mini/sft-1m/config.yaml"), "runs/mini/llama-32k"
     assert read_model_config(Path(folder)).rope == last.model.rope
-    register()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="moba")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__name__ == "MobaLlamaForCausalLM"
     prompt = transformers.AutoTokenizer.from_pretrained(folder)("what is the number?", return_tensors="pt")
     assert model.generate(**prompt, max_new_tokens=3).shape[1] == prompt["input_ids"].shape[1] + 3

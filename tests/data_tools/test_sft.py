@@ -64,8 +64,6 @@ def test_built_in_templates_write_what_the_models_were_trained_on() -> None:
     )
     chatml = "<|im_start|>user\nWhat is two?<|im_end|>\n<|im_start|>assistant\nA number.<|im_end|>\n"
     assert load_chat_template("chatml").render(messages) == chatml
-    system = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-    assert load_chat_template("qwen").render(messages) == system + chatml
 
 
 def test_a_models_own_template_is_taken_with_its_special_tokens(tokenizer: str, tmp_path: Path) -> None:
@@ -168,9 +166,7 @@ def texts_with_loss(record: Any, template: Template) -> list[str]:
     return [segment.text for sample in template.split(conversation).samples for segment in sample if segment.in_loss]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"), [("chatml", "arguments"), ("qwen", "arguments"), ("llama3", "parameters")]
-)
+@pytest.mark.parametrize(("name", "arguments"), [("chatml", "arguments"), ("llama3", "parameters")])
 def test_tool_calls_carry_loss_and_tool_results_none(name: str, arguments: str) -> None:
     call, answer = texts_with_loss({"messages": TOOL_MESSAGES}, load_chat_template(name))
     end = BUILT_IN[name][1]
@@ -192,9 +188,8 @@ def test_templates_get_the_tools_of_a_record() -> None:
     assert template.render(*conversation[:1], tools=conversation.tools).startswith(json.dumps([TOOL]))
     assert '"arguments": {"city": "Oslo"}' in texts_with_loss(record, template)[0]
     assert "<tools>" in load_chat_template("chatml").split(conversation).samples[0][0].text
-    for name in ("qwen", "llama3"):
-        with pytest.raises(ValueError, match=f"{name} has no place for a list of tools"):
-            load_chat_template(name).split(conversation)
+    with pytest.raises(ValueError, match="llama3 has no place for a list of tools"):
+        load_chat_template("llama3").split(conversation)
 
 
 @pytest.mark.parametrize(
