@@ -26,7 +26,10 @@ RESULTS = sorted({*(FOLDER / "results").glob("*.json")} - {*(FOLDER / "results")
 FIGURES = sorted((EXPERIMENTS / "results").glob("*.json"))
 MODULES = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
 PROGRAMS = [name for name in MODULES if "\ndef main(" in (FOLDER / f"{name}.py").read_text()]
-GONE = {"activations", "checkpoint_python", "index_memory", "page_locked", "probe_cost", "real_corpus", "sft_layers"}
+GONE = {
+    *("activations", "checkpoint_python", "checkpoint_threads", "index_memory", "page_locked", "probe_cost"),
+    *("real_corpus", "sft_layers"),
+}
 """Programs whose question is settled, or that were wrong; the commits of their results have them."""
 ASKED = ["git", "rev-parse", "--is-shallow-repository"]
 SHALLOW = subprocess.run(ASKED, cwd=FOLDER, capture_output=True, text=True, check=False).stdout != "false\n"
