@@ -312,32 +312,15 @@ def show(
 @app.command()
 def stats(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")],
-    block_size: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_length, metavar="TOKENS", help="Block size of MoBA; shows its sparsity on these documents"
-        ),
-    ] = None,
-    topk: Annotated[int, typer.Option(min=1, help="topk of MoBA, with --block-size")] = 12,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_length,
-            metavar="TOKENS",
-            help="Training length that splits documents, with --block-size",
-        ),
-    ] = None,
     plot: Annotated[str | None, typer.Option(help=".html file to draw the lengths into (needs plotly)")] = None,
 ) -> None:
     """Show the number of documents and tokens in each corpus, and the distribution of document lengths."""
-    from data_tools.stats import draw_lengths, histogram_table, sparsity_table, summary_table
+    from data_tools.stats import draw_lengths, histogram_table, summary_table
     from moba_train.data.indexed import IndexedDataset
 
     corpora = [IndexedDataset(prefix) for prefix in prefixes]
     console = table_console()
     console.print(summary_table(corpora))
-    if block_size is not None:
-        console.print(sparsity_table(corpora, block_size, topk, seq_len))
     for corpus in corpora:
         console.print(histogram_table(corpus))
     if plot is not None:

@@ -1,4 +1,4 @@
-"""Tables about corpora: document lengths, MoBA's sparsity on them, use by a recipe's stages."""
+"""Tables about corpora: document lengths, use by a recipe's stages."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,9 @@ import numpy.typing as npt
 from rich.table import Table
 
 from data_tools.outputs import check_output_file
-from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import DataSpec, training_data
-from moba_train.data.packers import split_documents
 from moba_train.errors import DataError
 
 QUANTILES = {"min": 0, "5 %": 5, "25 %": 25, "50 %": 50, "75 %": 75, "95 %": 95, "max": 100}
@@ -60,52 +58,6 @@ def histogram_table(corpus: IndexedDataset) -> Table:
     for bound, documents, tokens in length_histogram(corpus.document_lengths):
         share = tokens / max(corpus.tokens, 1)
         table.add_row(f"{bound:,}", f"{documents:,}", f"{tokens:,}", f"{share:.1%}", "█" * round(30 * share))
-    return table
-
-
-@dataclass(frozen=True)
-class Sparsity:
-    """Sparsity of MoBA relative to full attention on documents of given lengths."""
-
-    dense_documents: float
-    """Fraction of the documents that fit into topk blocks: for them MoBA equals full attention."""
-    dense_tokens: float
-    """Fraction of the tokens that lie in such documents."""
-    attended: float
-    """Query-key pairs that MoBA computes, as a fraction of those of full attention within documents."""
-
-
-def effective_sparsity(
-    lengths: npt.NDArray[np.int64], block_size: int, topk: int, seq_len: int | None = None
-) -> Sparsity:
-    """Sparsity of MoBA on documents of these lengths; as in training, documents longer than `seq_len` are split."""
-    if seq_len is not None:
-        document, start = split_documents(lengths, seq_len)
-        lengths = np.minimum(lengths[document] - start, seq_len)
-    values, counts = np.unique(lengths[lengths > 0], return_counts=True)
-    if not len(values):
-        return Sparsity(0.0, 0.0, 0.0)
-    dense = values <= block_size * topk
-    pairs = counts * np.array([attended_pairs(int(value), block_size, topk) for value in values])
-    full = counts * values**2 / 2
-    return Sparsity(
-        float(counts[dense].sum() / counts.sum()),
-        float((counts * values)[dense].sum() / (counts * values).sum()),
-        float(pairs.sum() / full.sum()),
-    )
-
-
-def sparsity_table(corpora: Sequence[IndexedDataset], block_size: int, topk: int, seq_len: int | None = None) -> Table:
-    """Table with a row for each corpus: the fraction that is dense in any case, and the sparsity of MoBA."""
-    split_at = f", documents split at {seq_len:,}" if seq_len else ""
-    table = Table(title=f"MoBA with blocks of {block_size:,} and topk {topk}{split_at}")
-    table.add_column("corpus", overflow="fold")
-    for column in (f"documents <= {block_size * topk:,}", "tokens in them", "pairs computed", "effective sparsity"):
-        table.add_column(column, justify="right")
-    for corpus in corpora:
-        found = effective_sparsity(corpus.document_lengths, block_size, topk, seq_len)
-        shares = (found.dense_documents, found.dense_tokens, found.attended, 1 - found.attended)
-        table.add_row(corpus.prefix, *(f"{share:.1%}" for share in shares))
     return table
 
 

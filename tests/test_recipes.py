@@ -257,7 +257,7 @@ def output_of(printed: dict[str, str], beginning: str) -> str:
 
 
 def test_what_the_guide_says_its_miniatures_print(printed: dict[str, str]) -> None:
-    assert "effective sparsity" in output_of(printed, "moba-data stats runs/mini/data/corpus-train")
+    assert "share of tokens" in output_of(printed, "moba-data stats runs/mini/data/corpus-train")
     blended = output_of(printed, "moba-data blend")
     assert all(source in blended for source in ("corpus-train", "short"))
     evaluated = output_of(printed, "moba-train eval")
