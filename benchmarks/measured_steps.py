@@ -152,6 +152,6 @@ LEFT_OUT = {
     ("training-8b-128k-lora-budget-h200.json", ""): "adapters on a frozen base: predicted 19 % longer",
     ("training-experts-h200.json", ""): "what a rank has alone was copied more; measured again",
     ("training-experts-h200-x4.json", ""): "routers of random weights sent all tokens to few experts",
-    ("miniatures-h200.json", ""): "25.7M parameters, steps of 68 to 208 ms: predicted shorter, as the host's time decides",
+    ("miniatures-h200.json", ""): "25.7M parameters, steps of 68 to 208 ms: predicted shorter, as the host decides",
 }
 """Rows with the time of training steps that are not predicted, and why: a file, and the row or all (an empty text)."""

@@ -48,7 +48,7 @@ NORM_BYTES = 4  # of the rank's shard: its gradient, float32, is read for the no
 
 GROUPED_SPEED = 0.79
 """Grouped products of experts, relative to others: 575 of 726 TFLOP/s, for groups of 2,048 rows on an H200
-(benchmarks/results/training-profile-experts-64k-h200.json and -64k-dense-h200.json)."""
+(benchmarks/results/training-profile-experts-64k-h200.json; training-profile-experts-64k-dense-h200.json)."""
 
 
 class Machine(NamedTuple):
