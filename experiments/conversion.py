@@ -140,6 +140,8 @@ def _base(quick: bool) -> dict[str, Any]:
     }
     until = {"metric": "needle", "at_least": BAR, "max_tokens": 4 * seq_len if quick else MOST_TOKENS}
     long = {"name": "long", "seq_len": seq_len, "tokens": 2 * seq_len if quick else BATCH_TOKENS * 64, "until": until}
+    # In a fixed order, one document takes half the time of packed ones (benchmarks/measured/health.md, "Determinism").
+    long["micro_batch_size"] = 1
     stages = [{**short, "rope": rope}, {**long, "rope": rope}]
     content = from_weights(recipe(FULL_ATTENTION, stages, BASE_LR, quick, _evaluation(quick)), quick)
     content["optim"]["schedule"]["kind"] = "constant"

@@ -93,10 +93,25 @@ class Step:
         if not (newest := newest_first(self.result / "checkpoints")):
             return False
         try:
-            stages = resolve_unchecked(load_config(self.words[1], self.words[2:])).stages
-            return (saved_step(read_meta(newest[0])) or 0) >= stages[-1].end_step
+            return (saved_step(read_meta(newest[0])) or 0) >= self._last_step
         except CheckpointError:
             return False  # training says what is wrong with it
+
+    @property
+    def measured(self) -> bool:
+        """True if the step trained to its end, maybe on another machine, where its weights stayed."""
+        metrics = self.result / "metrics.jsonl"
+        if not (self.trains and metrics.is_file()):
+            return False
+        return any(one["step"] >= self._last_step for one in read_records(metrics) if one["type"] == "metrics")
+
+    @property
+    def _last_step(self) -> int:
+        return resolve_unchecked(load_config(self.words[1], self.words[2:])).stages[-1].end_step
+
+    def reads_weights(self, other: "Step") -> bool:
+        """True if it begins with the other step's weights; of another arm, training needs the seconds alone."""
+        return other.name in self.needs and (not self.trains or other.name == "extend")
 
 
 def steps(request: Request, source: Source, output: Path, evaluation: dict[str, Any]) -> Iterator[Step]:
@@ -126,8 +141,8 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
     words = [*common, *sparse, *recipes.sections(evaluation, ["full_layers"])]
     yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words, extended)
     arms = recipes.arms(request)
-    needs = {"full": extended, "sparse": frozenset({"calibrate"})}
-    needs["equal-seconds"] = frozenset({"train full 1", "train sparse 1"})
+    needs = {"full": extended, "sparse": extended | {"calibrate"}}
+    needs["equal-seconds"] = extended | {"train full 1", "train sparse 1"}
     for seed in range(1, request.seeds + 1):
         for arm in arms:
             run = output / "runs" / f"{arm}-{seed}"
@@ -174,6 +189,16 @@ def _evaluation(
     return Step(name, command, results / "evaluation.json", needs)
 
 
+def _missing(todo: Sequence[Step]) -> list[Step]:
+    """Steps to run, in order: those that are not done. A training whose weights stayed on another machine is one of
+    them if a step to run reads these."""
+    found: list[Step] = []
+    for step in reversed(todo):
+        if not (step.done or (step.measured and not any(one.reads_weights(step) for one in found))):
+            found.insert(0, step)
+    return found
+
+
 def run_steps(
     todo: Sequence[Step],
     guesses: Mapping[str, str],
@@ -188,12 +213,10 @@ def run_steps(
     Raises UserError when a command fails, after those that run meanwhile have ended; the call after it goes on there.
     """
     numbers = {step.name: f"[{number}/{len(todo)}] {step.name}" for number, step in enumerate(todo, 1)}
-    waiting = []
+    waiting = _missing(todo)
     for step in todo:
-        if step.done:
+        if step not in waiting:
             say(f"{numbers[step.name]}: done before")
-        else:
-            waiting.append(step)
     free = [*places]
     running: dict[Future[int], tuple[Step, Place, float]] = {}
     problem = ""

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -221,6 +222,35 @@ def test_a_second_call_adds_only_what_is_new(project: Path, made: Path, monkeypa
     assert code == 2
     assert "budget: given 128, before 64" in output
     assert yaml.safe_load((made / "request.yaml").read_text())["budget"] == 64
+
+
+def test_results_of_another_machine_are_enough_without_its_weights(
+    project: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report needs numbers alone. Another seed needs the extension as well, which runs once more when its folder is
+    removed, as for every step."""
+    copy = shutil.copytree(project, tmp_path / "here", ignore=shutil.ignore_patterns("checkpoints", "model"))
+    (copy / "out" / "model").mkdir()
+    shutil.copy(made / "model" / "config.json", copy / "out" / "model")  # its weights stayed as well
+    (copy / "out" / "report.html").unlink()
+    monkeypatch.chdir(copy)
+    run_here = steps.run_here
+    ran: list[str] = []
+
+    def extends(given: Sequence[str]) -> int:
+        ran.append(Path(given[1]).name)
+        return run_here(given) if given[1].endswith(recipes.EXTEND) else 9
+
+    monkeypatch.setattr(steps, "run_here", extends)
+    code, output = call()
+    assert code == 0, output
+    assert ran == []
+    assert (copy / "out" / "report.html").is_file()
+    shutil.rmtree(copy / "out" / "runs" / "extend")
+    code, output = call("--seeds", "2", "--equal-seconds")
+    assert code == 2
+    assert "the step 'train equal-seconds 1' ended with status 9" in output
+    assert ran == [recipes.EXTEND, recipes.EQUAL_SECONDS], "its tokens follow from the seconds of runs without weights"
 
 
 def test_the_plan_is_printed_and_nothing_is_written(
