@@ -97,9 +97,8 @@ class IdealAttention(LocalAttention):
         for those, queries, blocks, mass_Wtb in block_masses(
             q_nHD, k_SWD, lse_Hn, None, layout, options.block_size, self.full.scale, reference=False
         ):
-            own = QueryBlocks(grid.own_n[queries] - blocks.start, grid.first_n[queries] - blocks.start)
-            best_WtC = choose_blocks(mass_Wtb, own, options.topk - 1, **forced)
-            best_WtC += blocks.start * (best_WtC >= 0)
+            own = QueryBlocks(grid.own_n[queries], grid.first_n[queries])
+            best_WtC = choose_blocks(mass_Wtb, own, options.topk - 1, **forced, start=blocks.start)
             chosen_WnC[those, queries, : best_WtC.shape[2]] = best_WtC
         if not isinstance(self.blocks, ShortBlocks):
             chosen_WnC = chosen_WnC.repeat_interleave(q_nHD.shape[1] // groups, 0)

@@ -84,10 +84,8 @@ def select(
     for part, blocks, logits_Hcb in _gate_logits(q_gate, k_gate, rows):
         if threshold is not None:
             logits_Hcb.masked_fill_(logits_Hcb.softmax(-1) <= threshold, -torch.inf)
-        # Counted from the chunk's first block, as the scores are.
-        own = QueryBlocks(rows.ids_l[part] - blocks.start, rows.first_l[part] - blocks.start)
-        chosen_Hcj = choose_blocks(logits_Hcb, own, count)
-        chosen_Hcj = torch.where(chosen_Hcj < 0, chosen_Hcj, chosen_Hcj + blocks.start)
+        own = QueryBlocks(rows.ids_l[part], rows.first_l[part])
+        chosen_Hcj = choose_blocks(logits_Hcb, own, count, start=blocks.start)
         selected_HlC[:, part, : chosen_Hcj.shape[2]] = chosen_Hcj
     return selected_HlC[:, rows.row_n]
 

@@ -223,9 +223,10 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
         kernels = self.options.backend != "reference"
         for rows, blocks, scores_KtN in self.scores.chunks(q_THD.detach(), windows_UKD, layout, kernels=kernels):
             # What lies before the first local block; nothing, where that is the document's first.
-            candidates = QueryBlocks(local_T2[rows, 0] - blocks.start, first_T[rows] - blocks.start)
-            chosen_KtC = choose_blocks(scores_KtN, candidates, self._listed(layout), first=self.options.first_blocks)
-            selected_KTC[:, rows, : chosen_KtC.shape[-1]] = torch.where(chosen_KtC < 0, -1, chosen_KtC + blocks.start)
+            candidates = QueryBlocks(local_T2[rows, 0], first_T[rows])
+            rule = {"first": self.options.first_blocks, "start": blocks.start}
+            chosen_KtC = choose_blocks(scores_KtN, candidates, self._listed(layout), **rule)
+            selected_KTC[:, rows, : chosen_KtC.shape[-1]] = chosen_KtC
         return self.blocks.selection(selected_KTC, q_THD, layout)
 
     def select_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
