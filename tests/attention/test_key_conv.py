@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moba_train.attention.kind import MicroBatch
 from moba_train.attention.convolution import causal_convolution
+from moba_train.attention.kind import MicroBatch
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.registry import KINDS

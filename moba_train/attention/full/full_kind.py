@@ -9,11 +9,12 @@ from torch import Tensor
 
 from moba_train.attention.facets.decodes import Decodes, decode_as_trained
 from moba_train.attention.full import calls
-from moba_train.attention.full.kernels import BACKENDS, Flash, FullBackend
+from moba_train.attention.full.kernels import BACKENDS
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.kernels.common.geometry import history_blocks, history_bound
 from moba_train.attention.kernels.table import call_problem, kernel_decodes
+from moba_train.attention.kernels.varlen import TorchFlash, VarlenKernel
 from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
@@ -73,7 +74,7 @@ class FullAttention(LocalAttention, Decodes):
         one = layout.is_whole and layout.cu_seqlens.numel() == 2 and layout.total >= _BLOCKS_PAY_FROM
         if not one or call_problem(q_THD, layout, _BLOCK, history_bound(layout, _BLOCK)):
             return False
-        return self.pick(q_THD, layout) is Flash
+        return self.pick(q_THD, layout) is TorchFlash
 
     def attend_by_blocks(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """(out, lse) of `attend`, block by block."""
@@ -115,9 +116,9 @@ class FullAttention(LocalAttention, Decodes):
 
         return decode(q_BHD, cached, scale=self.scale)
 
-    def pick(self, q_THD: Tensor, layout: Layout) -> type[FullBackend]:
+    def pick(self, q_THD: Tensor, layout: Layout) -> type[VarlenKernel]:
         """The backend for this call. Raises ValueError when the options demand one that cannot do it."""
-        able = [name for name, backend in BACKENDS.items() if backend.can(q_THD, layout)]
+        able = [name for name, backend in BACKENDS.items() if backend.takes(q_THD, layout)]
         wanted = self.options.backend
         if wanted == "auto":
             return next(BACKENDS[name] for name in able if BACKENDS[name].pays(layout))
