@@ -31,7 +31,14 @@ from moba_train.attention.kernels.table import call_problem
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
 from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, TokenBytes
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
-from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
+from moba_train.attention.protocol import (
+    AttentionFacts,
+    BackwardState,
+    Gradients,
+    LocalAttention,
+    Selection,
+    head_parts,
+)
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms import window_sinks
@@ -75,14 +82,10 @@ class Band:
 
 
 def heads_at_once(q_THD: Tensor, k_SKD: Tensor) -> Iterator[tuple[slice, slice]]:
-    """(query heads, the key/value heads they share) that a backward pass takes at once, so that its memory, several
-    times that of their queries, stays small compared with that of all queries."""
-    kv_heads = k_SKD.shape[1]
-    group = q_THD.shape[1] // kv_heads
-    together = max(1, _ROWS_AT_ONCE // max(1, q_THD.shape[0] * group))
-    for first in range(0, kv_heads, together):
-        stop = min(first + together, kv_heads)
-        yield slice(first * group, stop * group), slice(first, stop)
+    """`head_parts` that a backward pass takes at once, so that its memory, several times that of their queries, stays
+    small compared with that of all queries."""
+    tokens, heads, _ = q_THD.shape
+    return head_parts(heads, k_SKD.shape[1], _ROWS_AT_ONCE * k_SKD.shape[1] // max(1, tokens * heads))
 
 
 def bands(q_ranges: TokenRanges, k_ranges: TokenRanges, window: int, tile: int) -> Iterator[Band]:

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.facets.decodes import Decodes, decode_as_trained
+from moba_train.attention.facets import Decodes, decode_as_trained
 from moba_train.attention.full import calls
 from moba_train.attention.full.kernels import BACKENDS
 from moba_train.attention.kernels.block_attention import BlockAttention
@@ -17,7 +17,7 @@ from moba_train.attention.kernels.table import call_problem, kernel_decodes
 from moba_train.attention.kernels.varlen import TorchFlash, VarlenKernel
 from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
-from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
+from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection, head_parts
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -98,12 +98,9 @@ class FullAttention(LocalAttention, Decodes):
         `_ENTRIES` allows."""
         tokens, heads, _ = q_THD.shape
         kv_heads = k_SKD.shape[1]
-        group = heads // kv_heads
         selected_TC = history_blocks(layout, self.by_block.block_size)
-        together = max(1, _ENTRIES // max(1, tokens * group * selected_TC.shape[1]))
-        for first in range(0, kv_heads, together):
-            kv = slice(first, min(first + together, kv_heads))
-            of = slice(kv.start * group, kv.stop * group)
+        together = _ENTRIES * kv_heads // max(1, tokens * heads * selected_TC.shape[1])
+        for of, kv in head_parts(heads, kv_heads, together):
             # Every head has the same list, but the kernels read one for each.
             selected_HTC = selected_TC.repeat(of.stop - of.start, 1, 1)
             yield of, kv, self.by_block.selection(selected_HTC, q_THD[:, of], layout, kv_heads=kv.stop - kv.start)

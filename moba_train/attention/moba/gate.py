@@ -70,8 +70,9 @@ def select_blocks(
     first, previous = (int(name in always) for name in ("first", "previous"))
     for rows in query_chunks(queries, heads * block_bound(layout, block_size), q_THD.device):
         gates = gate_scores(q_THD[rows], pooled_NKD, select)
-        # Finite, so that exactly min(C, candidates) are taken: `choose_blocks` takes none with -inf.
-        gates = gates.clamp(torch.finfo(gates.dtype).min, torch.finfo(gates.dtype).max)
+        # Finite, so that exactly min(C, candidates) are taken: `choose_blocks` takes none with -inf. In float64 it has
+        # no kernel: this is what kernels are held to.
+        gates = gates.clamp(torch.finfo(gates.dtype).min, torch.finfo(gates.dtype).max).double()
         candidates = QueryBlocks(diagonal_T[rows] - (local - 1), first_T[rows])
         chosen = choose_blocks(gates, candidates, history_blocks, first=first, local=1 + previous)
         selected_HTC[:, rows] = chosen.repeat_interleave(heads // chosen.shape[0], dim=0)
