@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -35,15 +36,14 @@ CONV = {"key_conv": 3}
 widths = pytest.mark.parametrize("width", [3, 5])
 
 
-def convolved(k: torch.Tensor, weight: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """k + silu(convolution of k), token by token, from the document's first token on."""
-    taps = weight.T.unflatten(1, k.shape[1:])
+def mixed(x: torch.Tensor, weight: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Sum over `back` of weight[:, back] * x[token - back], token by token, from the document's first token on."""
+    taps = weight.T.unflatten(1, x.shape[1:])
     rows, start = [], 0
     for length in lengths:
         for position in range(length):
             token = start + position
-            mixed = sum(taps[back] * k[token - back] for back in range(min(len(taps), position + 1)))
-            rows.append(k[token] + mixed * torch.sigmoid(mixed))
+            rows.append(sum(taps[back] * x[token - back] for back in range(min(len(taps), position + 1))))
         start += length
     return torch.stack(rows)
 
@@ -59,7 +59,7 @@ def assert_equals_convolved_keys(kind: str, width: int) -> None:
     assert layer.named_parameters()["weight"].shape == (2 * 8, width)
 
     def plain(layer: Layer) -> Any:
-        keys = convolved(layer.k, layer.parameters.weight, LENGTHS)
+        keys = layer.k + F.silu(mixed(layer.k, layer.parameters.weight, LENGTHS))
         without = KINDS[kind](KINDS[kind].Options(**SMALL), 8)
         return run_layer(Layer(without, None, layer.x, layer.q, keys, layer.v, layer.layout, layer.model))
 
@@ -132,11 +132,7 @@ def test_rows_before_a_range_arrive_from_their_ranks_and_gradients_return(
     layout = packed_layout(lengths)
     x_TD = torch.randn(sum(lengths), 2, dtype=torch.float64, requires_grad=True)
     taps_cx = torch.randn(2, width, dtype=torch.float64)
-    want_TD = torch.zeros_like(x_TD)
-    for document in range(len(lengths)):
-        for token in range(layout.edges[document], layout.edges[document + 1]):
-            seen = x_TD[max(layout.edges[document], token - width + 1) : token + 1]
-            want_TD = want_TD.index_add(0, torch.tensor([token]), (seen * taps_cx.T[-len(seen) :]).sum(0, keepdim=True))
+    want_TD = mixed(x_TD, taps_cx.flip(1), lengths)
     weight_TD = torch.randn_like(want_TD)
     (want_grad_TD,) = torch.autograd.grad((want_TD * weight_TD).sum(), x_TD)
 

@@ -29,6 +29,7 @@ from tests.attention.kind_checks import (
     small_model,
     token_bytes,
 )
+from tests.attention.test_key_conv import mixed
 from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
@@ -39,15 +40,9 @@ NAMES = (
 
 
 def convolved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """silu of the last four rows' weighted sum, row by row; `x` [T, heads, d] of one document."""
-    rows = []
-    for token in range(len(x)):
-        total = torch.zeros_like(x[0])
-        for back in range(4):
-            if token - back >= 0:
-                total = total + weight[:, 3 - back].view_as(x[0]) * x[token - back]
-        rows.append(total / (1 + torch.exp(-total)))
-    return torch.stack(rows)
+    """silu of the last four rows' weighted sum; `x` [T, heads, d] of one document."""
+    total = mixed(x, weight.flip(1), [len(x)])
+    return total / (1 + torch.exp(-total))
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:

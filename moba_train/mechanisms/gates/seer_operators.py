@@ -92,9 +92,7 @@ def select(
 
 @select.register_fake
 @partial(with_layout, traced=True)
-def _(
-    q_gate: Tensor, k_gate: Tensor, layout: Layout, queries: int, block_size: int, count: int, threshold: float | None
-) -> Tensor:
+def _(q_gate: Tensor, k_gate: Tensor, layout: Layout, queries: int, block_size: int, count: int, _: Any) -> Tensor:
     listed = min(count, block_bound(layout, block_size))
     return q_gate.new_empty((q_gate.shape[1], queries, listed), dtype=torch.int32)
 
@@ -228,17 +226,8 @@ def distill(
 
 
 @distill.register_fake
-@partial(with_layout, traced=True)
-def _(
-    q_gate: Tensor,
-    k_gate: Tensor,
-    attention_map: Tensor,
-    edge_ids: Tensor,
-    edge_rows: Tensor,
-    layout: Layout,
-    queries: int,
-    block_size: int,
-) -> tuple[Tensor, Tensor]:
+def _(q_gate: Tensor, k_gate: Tensor, attention_map: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, queries, _ = rest
     return attention_map.new_empty((queries,)), torch.empty_like(attention_map)
 
 
