@@ -2,8 +2,7 @@
 
     python -m benchmarks.smollm2_compare runs/smollm2/hf --corpus runs/smollm2/data/valid --output compare.json
 
-It compares the model's own attention, and MoBA where the folder's config.json gives each layer's attention kind: there
-`transformers` runs with our attention in its registry.
+It compares the model's own attention, and MoBA where the folder has the code of `convert moba-to-hf --with-code`.
 """
 
 import argparse
@@ -20,7 +19,6 @@ from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 from moba_train.tools.hf.config import parse_layer, read_family, read_model_config
 from moba_train.tools.hf.weights import load_hf_weights
-from moba_train.tools.transformers_attention import register
 
 
 def main() -> None:
@@ -44,19 +42,16 @@ def compare(folder: Path, tokens: torch.Tensor) -> dict[str, dict[str, float]]:
     """Losses in nats per token and the largest difference of a logit, by attention."""
     from transformers import AutoModelForCausalLM
 
-    register()
     family, config = read_family(folder)
     ours = Transformer(read_model_config(folder)).to(tokens.device).eval()
     load_hf_weights(ours, folder)
     length = len(tokens) - 1
     results = {}
-    for name, implementation in {"full": "sdpa", "moba": "moba"}.items():
-        theirs: Any = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation=implementation, dtype=torch.float32
-        )
+    for name, with_code in {"full": False, "moba": True}.items():
+        theirs: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=with_code, dtype=torch.float32)
         layers = [parse_layer(entry or {"kind": "full"}) for entry in family.attention(config)]
         if name == "moba":
-            if not hasattr(theirs.config, "moba"):
+            if "auto_map" not in config:
                 continue
             layers = [parse_layer(entry) for entry in theirs.config.moba["layers"]]
         ours.set_attention(build_attention(layers, ours.config.head_width))

@@ -119,11 +119,6 @@ def _print_filtered(report: dict[str, Any], output: str) -> None:
     typer.echo(f"examples: {filter_file(output)}")
 
 
-def _loss_marks() -> tuple[str, str]:
-    """Marks around text that carries loss: colours in a terminal, brackets elsewhere."""
-    return ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
-
-
 @app.command()
 def train_tokenizer(
     inputs: Inputs,
@@ -304,7 +299,8 @@ def show(
     decoder = load_decoder(chosen)
     if made_with(corpus, chosen) is False:
         typer.echo(f"warning: {chosen} did not make this corpus: the text may be wrong", err=True)
-    for shown in show_documents(corpus, decoder, wanted, tokens, _loss_marks()):
+    marks = ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
+    for shown in show_documents(corpus, decoder, wanted, tokens, marks):
         with_loss = "" if shown.loss_tokens is None else f", {shown.loss_tokens:,} with loss"
         typer.echo(f"--- document {shown.number} of {corpus.documents:,}: {shown.tokens:,} tokens{with_loss} ---")
         typer.echo(shown.text)
@@ -316,39 +312,15 @@ def show(
 @app.command()
 def stats(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")],
-    block_size: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_length, metavar="TOKENS", help="Block size of MoBA; shows its sparsity on these documents"
-        ),
-    ] = None,
-    topk: Annotated[int, typer.Option(min=1, help="topk of MoBA, with --block-size")] = 12,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_length,
-            metavar="TOKENS",
-            help="Training length that splits documents, with --block-size",
-        ),
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="Show how far back runs of this many tokens repeat inside documents")
-    ] = None,
     plot: Annotated[str | None, typer.Option(help=".html file to draw the lengths into (needs plotly)")] = None,
 ) -> None:
     """Show the number of documents and tokens in each corpus, and the distribution of document lengths."""
-    from data_tools.stats import draw_lengths, histogram_table, sparsity_table, summary_table
+    from data_tools.stats import draw_lengths, histogram_table, summary_table
     from moba_train.data.indexed import IndexedDataset
 
     corpora = [IndexedDataset(prefix) for prefix in prefixes]
     console = table_console()
     console.print(summary_table(corpora))
-    if block_size is not None:
-        console.print(sparsity_table(corpora, block_size, topk, seq_len))
-    if repeats is not None:
-        from data_tools.stats import repeats_table
-
-        console.print(repeats_table(corpora, repeats))
     for corpus in corpora:
         console.print(histogram_table(corpus))
     if plot is not None:
@@ -410,7 +382,7 @@ def sft(
     output: Annotated[str, typer.Option("--output", "-o", help="Corpus prefix: file names without .bin/.idx")],
     template: Annotated[
         str,
-        typer.Option(help="Chat template: chatml, llama3, qwen, a Jinja file, or a model folder that has one"),
+        typer.Option(help="Chat template: chatml, llama3, a Jinja file, or a model folder that has one"),
     ] = "chatml",
     split: Split = None,
     end_of_turn: Annotated[
@@ -428,7 +400,6 @@ def sft(
     on_error: Annotated[
         Literal["skip", "fail"], typer.Option(help="Unusable records: skip them, or fail at the first")
     ] = "skip",
-    show: Annotated[int, typer.Option(min=0, help="Conversations to print, with the loss text highlighted")] = 0,
     max_tokens: Annotated[
         int | None,
         typer.Option(min=2, help="Longer conversations end with the last answer that fits; default: no limit"),
@@ -449,7 +420,6 @@ def sft(
     from data_tools.conversations import template_variables
     from data_tools.outputs import skipped_file
     from data_tools.sft import SftOptions, make_sft_corpus
-    from data_tools.show import load_decoder, show_documents
     from moba_train.tools.chat.load import load_chat_template
 
     files = _find_files(inputs, ("*.jsonl", "*.json", "*.parquet", "*.arrow"), (), split)
@@ -467,10 +437,6 @@ def sft(
         )
     for warning in result.not_whole.warnings():
         typer.echo(f"warning: {warning}", err=True)
-    first = next(iter(result.corpora.values()))
-    documents = range(min(show, first.documents))
-    for shown in show_documents(first, load_decoder(tokenizer), documents, None, _loss_marks()):
-        typer.echo(f"{shown.text}\n{'-' * 40}")
     for prefix, corpus in result.corpora.items():
         loss_tokens = result.loss_tokens[prefix]
         with_loss = f"{loss_tokens:,} with loss ({loss_tokens / max(corpus.tokens, 1):.2%})"

@@ -1,23 +1,18 @@
-"""Tables about corpora: document lengths, MoBA's sparsity on them, distances of repeats, use by a recipe's stages."""
+"""Tables about corpora: document lengths, use by a recipe's stages."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
 from data_tools.outputs import check_output_file
-from data_tools.word_hashes import run_hashes
-from moba_train.attention.moba.moba_kind import attended_pairs
-from moba_train.config.base import format_count
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import DataSpec, training_data
-from moba_train.data.packers import split_documents
 from moba_train.errors import DataError
 
 QUANTILES = {"min": 0, "5 %": 5, "25 %": 25, "50 %": 50, "75 %": 75, "95 %": 95, "max": 100}
@@ -66,52 +61,6 @@ def histogram_table(corpus: IndexedDataset) -> Table:
     return table
 
 
-@dataclass(frozen=True)
-class Sparsity:
-    """Sparsity of MoBA relative to full attention on documents of given lengths."""
-
-    dense_documents: float
-    """Fraction of the documents that fit into topk blocks: for them MoBA equals full attention."""
-    dense_tokens: float
-    """Fraction of the tokens that lie in such documents."""
-    attended: float
-    """Query-key pairs that MoBA computes, as a fraction of those of full attention within documents."""
-
-
-def effective_sparsity(
-    lengths: npt.NDArray[np.int64], block_size: int, topk: int, seq_len: int | None = None
-) -> Sparsity:
-    """Sparsity of MoBA on documents of these lengths; as in training, documents longer than `seq_len` are split."""
-    if seq_len is not None:
-        document, start = split_documents(lengths, seq_len)
-        lengths = np.minimum(lengths[document] - start, seq_len)
-    values, counts = np.unique(lengths[lengths > 0], return_counts=True)
-    if not len(values):
-        return Sparsity(0.0, 0.0, 0.0)
-    dense = values <= block_size * topk
-    pairs = counts * np.array([attended_pairs(int(value), block_size, topk) for value in values])
-    full = counts * values**2 / 2
-    return Sparsity(
-        float(counts[dense].sum() / counts.sum()),
-        float((counts * values)[dense].sum() / (counts * values).sum()),
-        float(pairs.sum() / full.sum()),
-    )
-
-
-def sparsity_table(corpora: Sequence[IndexedDataset], block_size: int, topk: int, seq_len: int | None = None) -> Table:
-    """Table with a row for each corpus: the fraction that is dense in any case, and the sparsity of MoBA."""
-    split_at = f", documents split at {seq_len:,}" if seq_len else ""
-    table = Table(title=f"MoBA with blocks of {block_size:,} and topk {topk}{split_at}")
-    table.add_column("corpus", overflow="fold")
-    for column in (f"documents <= {block_size * topk:,}", "tokens in them", "pairs computed", "effective sparsity"):
-        table.add_column(column, justify="right")
-    for corpus in corpora:
-        found = effective_sparsity(corpus.document_lengths, block_size, topk, seq_len)
-        shares = (found.dense_documents, found.dense_tokens, found.attended, 1 - found.attended)
-        table.add_row(corpus.prefix, *(f"{share:.1%}" for share in shares))
-    return table
-
-
 def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
     """Draw the distribution of each corpus' tokens over document lengths as an HTML page.
 
@@ -142,51 +91,6 @@ def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
         "yaxis": {"tickformat": ".0%", "rangemode": "tozero", "title": "share of the corpus' tokens"},
     }
     write_charts("Document lengths", [Chart("lengths", "Tokens by document length", "", traces, layout)], Path(path))
-
-
-DISTANCES = (512, 2048, 8192, 32768, 131072)
-"""Upper bounds of the ranges of distances, in tokens."""
-MOST_TOKENS = 16 << 20
-"""Tokens that tables are made from, of larger corpora."""
-
-
-def repeat_shares(corpus: IndexedDataset, length: int, most_tokens: int) -> npt.NDArray[np.float64]:
-    """Shares of the tokens that end a run of `length` tokens which occurred before in the document, by the distance to
-    the nearest earlier run: [ranges of `DISTANCES`, and beyond the last]. They show what a model that copies gains from
-    a longer context.
-
-    Reads documents that are spread evenly over the corpus, with about `most_tokens` tokens. Runs are compared by a hash
-    of 64 bits.
-    """
-    step = max(1, -(-corpus.tokens // most_tokens))
-    counts = np.zeros(len(DISTANCES) + 1, np.int64)
-    tokens = 0
-    for document in range(0, corpus.documents, step):
-        distances = nearest_repeats(corpus.document(document), length)
-        counts += np.bincount(np.searchsorted(DISTANCES, distances), minlength=len(counts))
-        tokens += int(corpus.document_lengths[document])
-    return counts / max(tokens, 1)
-
-
-def nearest_repeats(tokens: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
-    """Distance of each run of `length` tokens that occurred earlier to its nearest earlier occurrence, in any order,
-    int64 [n]."""
-    hashes = run_hashes(tokens, length)
-    order = np.argsort(hashes, kind="stable")
-    same = hashes[order[1:]] == hashes[order[:-1]]
-    return (order[1:] - order[:-1])[same]
-
-
-def repeats_table(corpora: Sequence[IndexedDataset], length: int) -> Table:
-    """Table with a row for each corpus: `repeat_shares`."""
-    table = Table(title=f"tokens that end a run of {length} tokens which occurred before in the document, by distance")
-    table.add_column("corpus", overflow="fold")
-    for bound in DISTANCES:
-        table.add_column(f"<= {format_count(bound, 1024)}", justify="right")
-    table.add_column("farther", justify="right")
-    for corpus in corpora:
-        table.add_row(corpus.prefix, *(f"{share:.2%}" for share in repeat_shares(corpus, length, MOST_TOKENS)))
-    return table
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ seed begin with the same weights, which have been through the change of RoPE alr
 
     full     full attention throughout
     moba     MoBA 128/16 with the last 3 layers full for 88 % of the time, then full attention
+    early    the same, MoBA for 60 % of the time
     window   a window of 2,048 tokens and 64 sinks in the same layers and for the same tokens as `moba`, then full
     short    full attention, at 8K for 60 % of the time
 """
@@ -22,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from matplotlib.figure import Figure as Canvas
 
-from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, band, powers_of_two, spread, zero_line
+from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, PURPLE, band, powers_of_two, spread, zero_line
 from benchmarks.plotting import name as write_name
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
@@ -65,7 +66,7 @@ BASE = "base"
 BASE_TOKENS = 4_194_304
 SPARSE_SHARE = 0.88
 SHORT_SHARE = 0.6
-"""Shares of an arm's time: with sparse attention, and at the short length."""
+"""Shares of an arm's time: with sparse attention, and at the short length or, of `early`, with MoBA."""
 SELECTED_KEYS = 2048
 """Keys of MoBA 128/16, which is full attention in shorter texts: no needle is hidden in these."""
 SEEDS = (0, 1, 2)
@@ -74,8 +75,14 @@ OTHER_SEEDS = (0, 1)
 PROBE = "probe"
 """Evaluation of the last checkpoint, next to `ANSWERS` and `OTHER`."""
 RATE_STEPS = 12
-NAMES = {"full": "full throughout", "moba": "MoBA, then full", "window": "window, then full", "short": "8K first"}
-_COLOURS = {"full": FULL, "moba": MOBA, "window": GREEN, "short": BLUE}
+NAMES = {
+    "full": "full throughout",
+    "moba": "MoBA, then full",
+    "early": "MoBA for 60 %, then full",
+    "window": "window, then full",
+    "short": "8K first",
+}
+_COLOURS = {"full": FULL, "moba": MOBA, "early": PURPLE, "window": GREEN, "short": BLUE}
 NOMINAL_RATES = {
     **{"full-8k": 160e3, "full-32k": 74e3, "full-64k": 41e3, "full-128k": 22e3},
     **{"moba-32k": 100e3, "moba-64k": 92e3, "moba-128k": 80e3, "window-64k": 100e3},
@@ -201,8 +208,8 @@ class EqualTime(Figure):
         return Finding(_verdicts(trained), rows)
 
     def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
-        """Loss of the last 2K at 64K over seconds and over tokens, and MoBA's distance from full attention by
-        length, if there are several; bands over seeds."""
+        """Loss of the last 2K at 64K above that at the end of full attention, over seconds and over tokens, and MoBA's
+        distance from full attention by length, if there are several; bands over seeds."""
         trained = [result for result in results if ANSWERS in result["evaluations"]]
         gaps = {
             length: [gap for one in trained if (gap := _gap(one, trained, f"moba-{length}")) is not None]
@@ -210,18 +217,24 @@ class EqualTime(Figure):
         }
         by_length = sum(map(bool, gaps.values())) > 1
         panels = canvas.subplots(1, 2 + by_length, width_ratios=(3, 3, 2)[: 2 + by_length])
+        ends = {one["seed"]: learning_curve(one, "tokens")[-1][1] for one in trained if one["name"] == f"full-{MAIN}"}
         for kind, label in NAMES.items():
-            own = [one for one in trained if one["name"] == f"{kind}-{MAIN}"]
+            own = [one for one in trained if one["name"] == f"{kind}-{MAIN}" and one["seed"] in ends]
             for axes, unit in zip(panels[:2], ("seconds", "tokens"), strict=True):
                 curves = [learning_curve(one, unit) for one in own]
                 points = min(map(len, curves), default=0)
                 if points:
                     x = [place for place, _ in curves[0][:points]]
-                    band(axes, x, [[loss for _, loss in curve[:points]] for curve in curves], _COLOURS[kind], label)
+                    above_full = [
+                        [loss - ends[one["seed"]] for _, loss in curve[:points]]
+                        for one, curve in zip(own, curves, strict=True)
+                    ]
+                    band(axes, x, above_full, _COLOURS[kind], label, marker="o" if points == 1 else "")
         for axes, label in zip(panels[:2], ("seconds, by measured rates", "million tokens"), strict=True):
             axes.set_xlabel(label)
             axes.set_xlim(left=0)
-        panels[0].set_ylabel(f"last 2K of {MAIN.upper()}, nats")
+            zero_line(axes)
+        panels[0].set_ylabel(f"last 2K of {MAIN.upper()}, nats above full's end")
         if by_length:
             for place, found in enumerate(gaps.values()):
                 if found:
@@ -234,7 +247,7 @@ class EqualTime(Figure):
 
     def _arm(self, kind: str, length: str, seed: int, quick: bool) -> Arm:
         seq_len = QUICK_LENGTH if quick else LENGTHS[length]
-        sparse = (QUICK_SPARSE if quick else SPARSE).get(kind)
+        sparse = (QUICK_SPARSE if quick else SPARSE).get(_attention(kind))
         attention = sparse or FULL_ATTENTION
         stages = [self._stage(*one, quick) for one in self._plan(kind, length, seq_len, quick)]
         steps = sum(stage["tokens"] for stage in stages) // batch_tokens(quick)
@@ -267,8 +280,9 @@ class EqualTime(Figure):
             yield "short", seq_len // 8 if quick else SHORT, SHORT_SHARE * seconds * rates["full-8k"], None
             yield "full", seq_len, (1 - SHORT_SHARE) * seconds * full, None
         else:  # a window has the tokens of MoBA
-            yield "sparse", seq_len, SPARSE_SHARE * seconds * rates[f"moba-{length}"], None
-            yield "full", seq_len, (1 - SPARSE_SHARE) * seconds * full, FULL_ATTENTION
+            share = SHORT_SHARE if kind == "early" else SPARSE_SHARE
+            yield "sparse", seq_len, share * seconds * rates[f"moba-{length}"], None
+            yield "full", seq_len, (1 - share) * seconds * full, FULL_ATTENTION
 
     def _stage(
         self, name: str, seq_len: int, tokens: float, attention: dict[str, Any] | None, quick: bool
@@ -327,6 +341,11 @@ def _kind(result: Result) -> str:
     return str(result["name"]).partition("-")[0]
 
 
+def _attention(kind: str) -> str:
+    """The attention of an arm's first stage."""
+    return "moba" if kind == "early" else kind
+
+
 def other_domain(result: Result) -> float:
     """Loss of the last 2K tokens of the held-out domain, run with full attention."""
     return float(result["evaluations"][OTHER]["position_wise"]["curves"]["full"]["mean"][-1])
@@ -351,7 +370,7 @@ def learning_curve(result: Result, unit: str) -> list[tuple[float, float]]:
     ends = []
     seconds = tokens = 0.0
     for stage in result["recipe"]["stages"]:
-        name = {"sparse": f"{kind}-{length}", "short": "full-8k"}.get(stage["name"], f"full-{length}")
+        name = {"sparse": f"{_attention(kind)}-{length}", "short": "full-8k"}.get(stage["name"], f"full-{length}")
         ends.append((tokens, seconds, rates[name]))
         tokens += stage["tokens"]
         seconds += stage["tokens"] / rates[name]
@@ -390,17 +409,19 @@ def _cells(results: Sequence[Result], mode: str = "full") -> list[Cell]:
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
-    """Claims that were written down before the first arm was trained."""
+    """Claims that were written down before the first arm was trained, those of `early` before its own."""
     claims = [
-        *((length, "full", -0.01, "is at least 0.01 below full throughout") for length in LENGTHS),
-        (MAIN, "short", 0.01, "is not above 8K first by 0.01"),
-        (MAIN, "window", -0.01, "is at least 0.01 below a window, then full"),
+        *(("moba", length, "full", -0.01, "is at least 0.01 below full throughout") for length in LENGTHS),
+        ("moba", MAIN, "short", 0.01, "is not above 8K first by 0.01"),
+        ("moba", MAIN, "window", -0.01, "is at least 0.01 below a window, then full"),
+        ("early", MAIN, "full", 0.01, "is not above full throughout by 0.01"),
+        ("early", MAIN, "moba", 0.0, "is below MoBA, then full"),
     ]
     losses = compare(_cells(results))
     found = []
-    for length, other, high, claim in claims:
-        weights = {f"moba-{length}": 1.0, f"{other}-{length}": -1.0}
-        found += losses.judge(f"At {length.upper()}, MoBA, then full, {claim}", weights, -math.inf, high)
+    for kind, length, other, high, claim in claims:
+        weights = {f"{kind}-{length}": 1.0, f"{other}-{length}": -1.0}
+        found += losses.judge(f"At {length.upper()}, {NAMES[kind]}, {claim}", weights, -math.inf, high)
     moba, window = (f"{kind}-{MAIN}" for kind in ("moba", "window"))
     at = f"At {MAIN.upper()}, MoBA, then full,"
     shares = [

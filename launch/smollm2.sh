@@ -95,7 +95,7 @@ finish)
     "$PYTHON" -m benchmarks.smollm2_evaluate "$folder/run" --output "$folder/loss.json"
     "$PYTHON" -m benchmarks.pictures smollm2-32k --results "$folder/loss.json" --output "$folder/loss.svg"
     rm -rf "$folder/export"
-    "$PYTHON" -m moba_train.tools.cli convert moba-to-hf "$folder/run" "$folder/export"
+    "$PYTHON" -m moba_train.tools.cli convert moba-to-hf "$folder/run" "$folder/export" --with-code
     for model in hf export; do
         "$PYTHON" -m benchmarks.smollm2_compare "$folder/$model" --corpus "$folder/data/valid" --output "$folder/compare-$model.json"
     done

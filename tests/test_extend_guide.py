@@ -106,11 +106,11 @@ def test_the_commands_lead_to_a_model_in_transformers(folder: Path, capsys: pyte
         if "recipe.yaml" in words:
             words = [*words[:3], *smaller]
         if words[1] == "eval":
-            words = [*words[:3], *words[-2:], "--sequences", "2"]
+            words = [*words[:3], *words[-2:], "evaluation.position_wise.sequences=2"]
         values = {"0.02": "0.3", "128K": "512", "50": "3"}
         here = [values.get(word, word) for word in words]
         printed[words[1]] = run(here, *(["--workers", "1"] if words[1] == "tokenize" else []))
-    assert "effective sparsity" in printed["stats"]
+    assert "share of tokens" in printed["stats"]
     assert re.search(r"^tokens +moba\S* +full$", printed["eval"], re.MULTILINE)
     assert Path("runs/qwen3-128k/evaluation/evaluation.html").stat().st_size > 1000
     records = [json.loads(line) for line in Path("runs/qwen3-128k/metrics.jsonl").read_text().splitlines()]

@@ -29,7 +29,7 @@ SHORTENED = {
     "micro_batch_size: 8": "micro_batch_size: 4",
     "micro_batch_size: 2": "micro_batch_size: 1",
     "  sequences: 16": "  sequences: 4",
-    "--sequences 16": "--sequences 4",
+    "position_wise.sequences=16": "position_wise.sequences=4",
     "  log_every: 5": "  log_every: 5\n  report: false",
 }
 
@@ -95,7 +95,7 @@ def check_outputs(notebook: nbformat.NotebookNode) -> None:
     assert gradients[2] > 0.1 > 1e-4 > gradients[3]
 
     assert "equal token ids: True" in text
-    in_transformers = numbers(r"sdpa: loss (\S+)", text) + numbers(r"moba: loss (\S+)", text)
+    in_transformers = numbers(r"full: loss (\S+)", text) + numbers(r"moba: loss (\S+)", text)
     assert in_transformers[0] != in_transformers[1] == pytest.approx(in_transformers[0], abs=0.2)
     assert plots(notebook) == 2
 

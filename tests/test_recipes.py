@@ -257,7 +257,7 @@ def output_of(printed: dict[str, str], beginning: str) -> str:
 
 
 def test_what_the_guide_says_its_miniatures_print(printed: dict[str, str]) -> None:
-    assert "effective sparsity" in output_of(printed, "moba-data stats runs/mini/data/corpus-train")
+    assert "share of tokens" in output_of(printed, "moba-data stats runs/mini/data/corpus-train")
     blended = output_of(printed, "moba-data blend")
     assert all(source in blended for source in ("corpus-train", "short"))
     evaluated = output_of(printed, "moba-train eval")
@@ -266,7 +266,7 @@ def test_what_the_guide_says_its_miniatures_print(printed: dict[str, str]) -> No
 
 
 def test_the_conversations_carry_loss_on_their_answers_alone(printed: dict[str, str]) -> None:
-    shown = output_of(printed, "moba-data sft --input runs/mini/data/sft-short.jsonl")
+    shown = run(["moba-data", "show", "runs/mini/data/sft-short-train"])
     question = r"what is the number of the \w+ \w+ \d+\?<\|im_end\|>"
     assert re.search(rf"{question}\n<\|im_start\|>assistant\n\[\[\d+<\|im_end\|>\]\]\n", shown)
     logged = records("sft-1m")
@@ -287,11 +287,10 @@ def test_trajectories_carry_loss_on_calls_and_answers(printed: dict[str, str]) -
 def test_the_export_runs_in_transformers_with_moba(printed: dict[str, str]) -> None:
     transformers = pytest.importorskip("transformers")
     from moba_train.tools.hf.config import read_model_config
-    from moba_train.tools.transformers_attention import register
 
     last, folder = load_config("runs/mini/sft-1m/config.yaml"), "runs/mini/llama-32k"
     assert read_model_config(Path(folder)).rope == last.model.rope
-    register()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="moba")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__name__ == "MobaLlamaForCausalLM"
     prompt = transformers.AutoTokenizer.from_pretrained(folder)("what is the number?", return_tensors="pt")
     assert model.generate(**prompt, max_new_tokens=3).shape[1] == prompt["input_ids"].shape[1] + 3

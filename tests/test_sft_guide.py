@@ -22,7 +22,7 @@ def test_the_commands_of_the_guide_lead_to_a_trained_model(tmp_path: Path, monke
     prepare, train, own = map(commands, blocks(GUIDE, "bash"))
     for words in prepare:
         printed = run(words)
-        if words[1] == "sft":
+        if words[1] == "show":
             (shown,) = blocks(GUIDE, "text")
             assert shown_lines(shown, printed) == []
             call, answer = re.findall(r"\[\[(.*?)\]\]", printed, re.DOTALL)

@@ -6,11 +6,12 @@ own, because all NCCL collectives must be issued from one thread in one order, a
 
 Why not `torch.distributed.checkpoint.async_save` with a pinned, asynchronous DefaultStager (torch 2.13)? It makes a new
 plan for every save, which costs the training thread 0.40 s a save on a CPU, against 0.01 s with one save plan
-(benchmarks/checkpoint_python.py); its plan caching still makes and compares all local plans. Its staging stream does
-not wait for the training stream; the host must wait for the copies before the update, where here the GPU's stream does;
-its memory is page-locked in the first save. Its index is a pickle. Its safetensors storage (HuggingFaceStorageWriter)
-has none, but it holds all that a rank writes in memory once more, keeps one of several parts of a tensor that a rank
-writes, and infers shapes from what it finds, so that a tensor whose end is missing is only shorter.
+(benchmarks/results/checkpoint-python-cpu.json); its plan caching still makes and compares all local plans. Its staging
+stream does not wait for the training stream; the host must wait for the copies before the update, where here the GPU's
+stream does; its memory is page-locked in the first save. Its index is a pickle. Its safetensors storage
+(HuggingFaceStorageWriter) has none, but it holds all that a rank writes in memory once more, keeps one of several parts
+of a tensor that a rank writes, and infers shapes from what it finds, so that a tensor whose end is missing is only
+shorter.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Saved tensors that wait for their backward pass in page-locked host memory, of just the size that they need.
 
 torch's own (`pin_memory=True`) is rounded up to a power of two, and its small pages take longer to lock
-(benchmarks/page_locked.py).
+(benchmarks/results/page-locked-h200.json).
 
 Copies run on a stream of their own: out while the next block's forward pass computes, back while the backward pass of
 the block after computes. Contents, dtype and strides come back as they were. On a CPU the same code makes plain copies.

@@ -264,9 +264,6 @@ def fit_scaling(
     group_by: Annotated[
         str, typer.Option(metavar="KEY", help="runs of one fit agree in this: attention, or a key of the recipe")
     ] = "attention",
-    irreducible: Annotated[
-        bool, typer.Option("--irreducible", help="fit L = c + a * C^b; needs five runs in a group")
-    ] = False,
     output: Annotated[Path | None, typer.Option(help="folder for scaling.json and scaling.png")] = None,
 ) -> None:
     """Fit the loss of runs of different sizes as a power law of their compute, for each attention side by side.
@@ -280,7 +277,7 @@ def fit_scaling(
     check_output_folder(output)
     metrics = list(dict.fromkeys(name.strip() for name in metric.split(",")))
     computes = COMPUTES if compute == "both" else (compute,)
-    found = fit_runs(read_runs(runs, metrics, group_by), metrics, computes, irreducible=irreducible)
+    found = fit_runs(read_runs(runs, metrics, group_by), metrics, computes)
     for line in lines_of(found):
         typer.echo(line)
     for path in write_report(found, output) if output is not None else ():

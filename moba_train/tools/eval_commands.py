@@ -65,17 +65,6 @@ def evaluate(
         ),
     ] = None,
     attention: AttentionOption = "both",
-    bucket: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_length,
-            metavar="TOKENS",
-            help="loss by position, averaged over this number of tokens, e.g. 2K; default: the recipe's",
-        ),
-    ] = None,
-    sequences: Annotated[
-        int | None, typer.Option(min=2, help="loss by position: number of samples of long documents")
-    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
     cp: Annotated[int | None, typer.Option(min=1, help="context-parallel ranks; default: the stage's")] = None,
     output: Annotated[Path | None, typer.Option(help="folder for another evaluation.json, with charts")] = None,
@@ -88,12 +77,10 @@ def evaluate(
     from moba_train.tools.evaluate import evaluate_checkpoint
     from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 
-    by_position = {"bucket": bucket, "sequences": sequences}
-    shortcuts = [f"evaluation.position_wise.{key}={value}" for key, value in by_position.items() if value is not None]
     options = EvaluationOptions(
         attention=attention,
         tasks=None if tasks is None else tuple(name.strip() for name in tasks.split(",")),
-        overrides=(*shortcuts, *(overrides or ())),
+        overrides=tuple(overrides or ()),
         data=tuple(data or ()),
         seq_len=seq_len,
         cp=cp,

@@ -40,7 +40,7 @@ def show(prefix: Path, tokenizer: str) -> str:
 
 
 def spans(text: str) -> list[str]:
-    """Texts between the marks of `--show`."""
+    """Texts between the marks."""
     return re.findall(r"\[\[(.*?)\]\]", text, re.DOTALL)
 
 
@@ -64,8 +64,6 @@ def test_built_in_templates_write_what_the_models_were_trained_on() -> None:
     )
     chatml = "<|im_start|>user\nWhat is two?<|im_end|>\n<|im_start|>assistant\nA number.<|im_end|>\n"
     assert load_chat_template("chatml").render(messages) == chatml
-    system = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-    assert load_chat_template("qwen").render(messages) == system + chatml
 
 
 def test_a_models_own_template_is_taken_with_its_special_tokens(tokenizer: str, tmp_path: Path) -> None:
@@ -133,12 +131,11 @@ def test_bad_records_are_named_by_line_and_the_rest_is_shown_and_counted(tokeniz
     raw = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}
     source = write_lines(tmp_path / "chat.jsonl", [*BAD.values(), raw])
     output = str(tmp_path / "corpus")
-    command = ["sft", "--input", source, "--tokenizer", tokenizer, "--output", output, "--show", "3"]
+    command = ["sft", "--input", source, "--tokenizer", tokenizer, "--output", output]
     done = run_app(app, *command)
     for line, reason in enumerate(BAD, 1):
         assert re.search(rf"chat\.jsonl:{line}: .*{re.escape(reason)}", done.output), reason
     assert "1 conversations, 4 tokens, 2 with loss (50.00%), the longest 4" in done.output
-    assert len(spans(done.output)) == 1
     assert IndexedDataset(f"{output}.loss").document(0).tolist() == [0, 0, 1, 1]
     assert CliRunner().invoke(app, ["verify", output]).exit_code == 0
     Path(f"{output}.loss.bin").write_bytes(bytes([0, 0, 1, 7]))
@@ -169,9 +166,7 @@ def texts_with_loss(record: Any, template: Template) -> list[str]:
     return [segment.text for sample in template.split(conversation).samples for segment in sample if segment.in_loss]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"), [("chatml", "arguments"), ("qwen", "arguments"), ("llama3", "parameters")]
-)
+@pytest.mark.parametrize(("name", "arguments"), [("chatml", "arguments"), ("llama3", "parameters")])
 def test_tool_calls_carry_loss_and_tool_results_none(name: str, arguments: str) -> None:
     call, answer = texts_with_loss({"messages": TOOL_MESSAGES}, load_chat_template(name))
     end = BUILT_IN[name][1]
@@ -193,9 +188,8 @@ def test_templates_get_the_tools_of_a_record() -> None:
     assert template.render(*conversation[:1], tools=conversation.tools).startswith(json.dumps([TOOL]))
     assert '"arguments": {"city": "Oslo"}' in texts_with_loss(record, template)[0]
     assert "<tools>" in load_chat_template("chatml").split(conversation).samples[0][0].text
-    for name in ("qwen", "llama3"):
-        with pytest.raises(ValueError, match=f"{name} has no place for a list of tools"):
-            load_chat_template(name).split(conversation)
+    with pytest.raises(ValueError, match="llama3 has no place for a list of tools"):
+        load_chat_template("llama3").split(conversation)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,12 @@ def test_documents_are_shown_with_their_lengths_by_the_tokenizer_beside_the_corp
     assert "text</s>" not in short
 
 
+def test_lengths_are_written_as_in_recipes(corpus: str) -> None:
+    assert "document 2 of 5" in show(corpus, "--tokens", "4K")
+    for wrong in ("4Q", "0", "-4K"):
+        assert "--tokens" in run_app(app, "show", corpus, "--tokens", wrong, code=2).output
+
+
 def test_text_with_loss_is_marked(corpus: str, tokenizer: str, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "This."}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))

@@ -148,18 +148,24 @@ def test_a_window_of_as_many_keys_is_ahead_of_blocks_of_512() -> None:
     assert f"attend to {mean_keys(moba):,.0f} (blocks of 512) to {mean_keys(moa):,.0f} on average" in PROSE
 
 
-def test_what_one_run_of_equal_seconds_found() -> None:
+def test_what_equal_seconds_found() -> None:
     rows = table("equal-time", "arm")
-    full, moba, window = (rows[(f"{kind}-64k",)] for kind in ("full", "moba", "window"))
-    above, further = float(moba["above full"]), float(window["above full"]) - float(moba["above full"])
-    error = float(moba["± evaluation"][1:])
-    assert f"{above:.3f} nats above full attention throughout (± {error:.3f} by evaluation)" in PROSE
-    more = float(moba["tokens"][:-1]) / float(full["tokens"][:-1])
-    assert f"after {more:.1f} times as many tokens" in PROSE
-    found = [f"{float(arm['needles, full']):.2f}" for arm in (moba, full, window)]
-    assert "finds {} of the needles, full attention {}".format(*found) in PROSE
-    assert f"ends another {further:.3f} nats higher and finds {found[2]}" in PROSE
-    assert "In our one short run at 64K it was." in README
+    full, moba, window, short = (rows[(f"{kind}-64k",)] for kind in ("full", "moba", "window", "short"))
+    verdicts = FIGURES["equal-time"].find(results("equal-time")).verdicts
+    behind, to_short, to_window = (
+        next(one for one in verdicts if claim in one.claim)
+        for claim in ("0.01 below full throughout", "above 8K first", "below a window")
+    )
+    assert [one.word for one in (behind, to_short, to_window)] == ["does not agree", "does not agree", "agrees"]
+    above = behind.estimate
+    assert f"ends {above.value:.3f} ± {above.half:.3f} nats above full attention throughout" in PROSE
+    assert f"after {float(moba['tokens'][:-1]) / float(full['tokens'][:-1]):.1f} times as many tokens" in PROSE
+    assert f"{to_short.estimate.value:.3f} ± {to_short.estimate.half:.3f} below it" in PROSE
+    assert f"ends {-to_window.estimate.value:.3f} ± {to_window.estimate.half:.3f} nats above it" in PROSE
+    found = [f"{float(arm['needles, full']):.2f}" for arm in (moba, full, short)]
+    assert "finds {} of the needles, full attention {}, 8K first {}".format(*found) in PROSE
+    assert f"but finds {float(window['needles, full']):.2f} of the needles" in PROSE
+    assert f"It was at 64K, by {above.value:.3f} ± {above.half:.3f} nats, in 200 seconds of a small model" in README
 
 
 def test_mean_keys_are_those_of_a_count_query_by_query() -> None:

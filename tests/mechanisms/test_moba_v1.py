@@ -1,6 +1,5 @@
 """MoBA's v1, a softmax for each block: against loops in float64, on ranks, in packed documents, while decoding."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.policy import choose_strategy
 from moba_train.parallel.context.strategy import AttentionShape
 from moba_train.tools.convert.hf_export import layer_entry, layer_problem
-from moba_train.tools.transformers_attention import attention_forward
 from tests.attention.helpers import make_qkv, triple
 from tests.attention.kernel_checks import error, inputs, layout_of, run
 from tests.attention.kind_checks import (
@@ -221,20 +219,6 @@ def test_auto_takes_no_ring_with_few_buffers_for_it_even_where_nothing_fits() ->
     assert "ring: 'ring' attends to the keys of some ranks after those of others" in why
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' attends"):
         choose_strategy("ring", "auto", shape, ring_depth=2, **arguments)
-
-
-def test_exported_to_transformers_it_attends_as_it_was_trained() -> None:
-    """Also to the newest token alone, which full attention would be taken for."""
-    options = {**SMALL, "merge": "gate"}
-    kind = MobaV1Kind(MobaV1Kind.Options(**options), 8)
-    config = SimpleNamespace(moba={"layers": [layer_entry(kind)]})
-    module = SimpleNamespace(config=config, layer_idx=0, head_dim=8)
-    q, k, v = (x.detach() for x in make_qkv(22, 4, 2, 8))
-    want, _ = LOCAL_ENGINE(q, k, v, kind.attentions[0], packed_layout([22]))
-    for queries in (22, 5, 1):
-        hf = triple(x.transpose(0, 1)[None] for x in (q[-queries:], k, v))
-        got, _ = attention_forward(module, *hf, None)
-        torch.testing.assert_close(got[0], want[-queries:], rtol=0, atol=1e-12)
 
 
 @pytest.mark.gpu

@@ -78,7 +78,7 @@ def test_a_template_that_keeps_exceeding_them_ends_the_job() -> None:
 
 def test_a_template_of_its_own_process_gives_what_it_gives_here(tmp_path: Path) -> None:
     """Conversations of a few bytes and of a megabyte, good and bad, in order."""
-    source, end = BUILT_IN["qwen"]
+    source, end = BUILT_IN["chatml"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source, "eos_token": end}))
     confined = load_chat_template(str(tmp_path))
     assert isinstance(confined, ConfinedTemplate)

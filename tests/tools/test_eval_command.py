@@ -107,7 +107,7 @@ def test_tasks_that_the_recipe_lacks_run_alone_with_overrides_of_their_sections(
     assert found["tasks"] == ["position_wise"]
     assert (found["position_wise"]["bucket"], found["position_wise"]["sequences"]) == (8, 3)
     assert found["options"]["overrides"] == ["evaluation.position_wise.sequences=3"]
-    evaluate(run, "--sequences", "4")
+    evaluate(run, "evaluation.position_wise.sequences=4")
     assert newest(run)["tasks"] == ["validation_loss", "position_wise"]
     assert newest(run)["position_wise"]["sequences"] == 4
 

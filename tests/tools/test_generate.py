@@ -167,9 +167,9 @@ def test_values_out_of_range_are_named(options: dict[str, Any], named: str) -> N
         next(generate(model_with([FULL] * 3), [], 5))
 
 
-@pytest.mark.parametrize(("decode", "message"), [("moba", "is called 'own' now"), ("sparse", "allowed: full, own")])
-def test_another_attention_of_new_tokens_is_refused(decode: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_another_attention_of_new_tokens_is_refused() -> None:
+    decode: Any = "sparse"
+    with pytest.raises(ValueError, match="allowed: full, own"):
         next(generate(model_with([FULL] * 3), prompt(5), 5, decode=decode))
 
 

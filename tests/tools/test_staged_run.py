@@ -29,10 +29,11 @@ def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) 
     assert set(written["validation_loss"]) == {"moba", "full", "by_sequence"}
     assert '"key":"position-wise"' in (tmp_path / "evaluation.html").read_text()
     assert "96 to 128" in done.output
-    only = CliRunner().invoke(app, [*arguments[:2], "--attention", "own", "--bucket", "64", "--sequences", "2"])
+    smaller = ["evaluation.position_wise.bucket=64", "evaluation.position_wise.sequences=2"]
+    only = CliRunner().invoke(app, [*arguments[:2], "--attention", "own", *smaller])
     assert "64 to 128" in only.output
     assert "full" not in only.output
-    refused = run_app(app, *arguments[:2], "--bucket", "48", code=2)
+    refused = run_app(app, *arguments[:2], "evaluation.position_wise.bucket=48", code=2)
     assert "evaluation.position_wise.bucket: given 48, which does not divide" in refused.output
 
 

@@ -28,7 +28,7 @@ None; its `weight`, 0 to 1, is that of its tokens in the loss, and `thought_weig
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which messages have thoughts."""
 
-_CHATML_CALLS = """\
+_CHATML = """\
 {%- macro calls(message) %}
     {%- for call in message.tool_calls or [] %}
         {{- '\\n' if message.content or not loop.first }}
@@ -36,15 +36,6 @@ _CHATML_CALLS = """\
         {{- ', "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
     {%- endfor %}
 {%- endmacro %}
-"""
-_CHATML_PROMPT = """\
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-_CHATML = (
-    _CHATML_CALLS
-    + """\
 {%- if tools %}
     {{- '<|im_start|>system\\n<tools>\\n' }}
     {%- for tool in tools %}
@@ -57,38 +48,14 @@ _CHATML = (
     {{- calls(message) if message.tool_calls }}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
 """
-    + _CHATML_PROMPT
-)
-_NO_TOOLS = """\
+_LLAMA3 = """\
 {%- if tools %}
-    {{- raise_exception('NAME has no place for a list of tools; give --template chatml or a model that has one') }}
+    {{- raise_exception('llama3 has no place for a list of tools; give --template chatml or a model that has one') }}
 {%- endif %}
-"""
-_QWEN = (
-    _NO_TOOLS.replace("NAME", "qwen")
-    + _CHATML_CALLS
-    + """\
-{%- if not messages or messages[0].role != 'system' %}
-    {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' }}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-        {{- calls(message) if message.tool_calls }}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-"""
-    + _CHATML_PROMPT
-)
-_LLAMA3 = (
-    _NO_TOOLS.replace("NAME", "llama3")
-    + """\
 {{- '<|begin_of_text|>' }}
 {%- for message in messages %}
     {%- set role = 'ipython' if message.role == 'tool' else message.role %}
@@ -104,11 +71,9 @@ _LLAMA3 = (
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
-)
 BUILT_IN = {
     "chatml": (_CHATML, "<|im_end|>"),
     "llama3": (_LLAMA3, "<|eot_id|>"),
-    "qwen": (_QWEN, "<|im_end|>"),
 }
 """Built-in templates by name: the template, and the text that ends a turn."""
 

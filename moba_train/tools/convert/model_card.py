@@ -175,10 +175,9 @@ def _use(
         )
     else:
         names = sorted({entry.get("kind", "full") for entry in elsewhere})
-        inside = ", also inside transformers" if all(len(kind.attentions) == 1 for kind in kinds) else ""
         yield (
             f"This is an ordinary model, which any program runs with {' and '.join(names)} attention in "
-            f"{'all' if len(names) == 1 else 'its'} layers. moba_train runs it with the attention above{inside}."
+            f"{'all' if len(names) == 1 else 'its'} layers. moba_train runs it with the attention above."
         )
 
 

@@ -30,8 +30,6 @@ Decode = Literal["full", "own"]
 
 def check_decode(decode: str) -> None:
     """Raises ValueError, naming what is allowed, when `decode` is not a `Decode`."""
-    if decode == "moba":
-        raise ValueError("decode: 'moba' is called 'own' now")
     if decode not in get_args(Decode):
         raise ValueError(f"decode: {decode!r} given, allowed: {', '.join(get_args(Decode))}")
 

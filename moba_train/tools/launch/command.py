@@ -35,9 +35,6 @@ def launch(
     recipe: Recipe,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="machines")] = 1,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs (ranks) of all machines together, instead of --gpus-per-node")
-    ] = None,
     gpus_per_node: Annotated[
         int | None,
         typer.Option(
@@ -93,7 +90,7 @@ def launch(
         raise LaunchError("--start: given with --sky; allowed: `sky jobs launch FILE` with the printed file")
     _refuse_unused(context, ways[0] if ways else _SEVERAL if nodes > 1 else "torchrun")
     starts_here = start and not ways and nodes == 1
-    per_node = _ranks_per_node(gpus, gpus_per_node, nodes, starts_here)
+    per_node = _ranks_per_node(gpus_per_node, starts_here)
     config = load_config(recipe, overrides or ())
     run = resolve(config, WorldSize(nodes * per_node, per_node))
     job = jobs.Job(
@@ -141,21 +138,17 @@ def _refuse_unused(context: typer.Context, way: str) -> None:
             )
 
 
-def _ranks_per_node(gpus: int | None, gpus_per_node: int | None, nodes: int, starts_here: bool) -> int:
-    """Ranks of each machine. Raises LaunchError for a number that the machines, or this one, cannot have."""
-    if gpus is not None and gpus_per_node is not None:
-        raise LaunchError("--gpus and --gpus-per-node: given both; allowed: one of them")
-    if gpus is not None and gpus % nodes:
-        raise LaunchError(f"--gpus: given {gpus} with --nodes {nodes}; allowed: a multiple of {nodes}")
-    given = gpus_per_node if gpus is None else gpus // nodes
+def _ranks_per_node(given: int | None, starts_here: bool) -> int:
+    """Ranks of each machine. Raises LaunchError for more than this one has, where the start is here."""
     if not starts_here:
         return given or GPUS_PER_NODE
     import torch
 
     here = torch.cuda.device_count()
     if given is not None and 0 < here < given:  # without a GPU any number of ranks shares the CPU, as in `train --gpus`
-        option = "--gpus-per-node" if gpus is None else "--gpus"
-        raise LaunchError(f"{option}: given {given} with --start; allowed: at most {here}, the GPUs of this machine")
+        raise LaunchError(
+            f"--gpus-per-node: given {given} with --start; allowed: at most {here}, the GPUs of this machine"
+        )
     return given or here or 1
 
 

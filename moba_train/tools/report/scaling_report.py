@@ -1,6 +1,7 @@
 """Output of `moba-train fit-scaling`: lines for the terminal, `scaling.json` and the page `scaling.html`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ from moba_train.output_files import write_atomically
 from moba_train.strict_json import to_json
 from moba_train.tools.report.chart import Chart, Trace, palette, text
 from moba_train.tools.report.page import write_charts
-from moba_train.tools.report.scaling import CONFIDENCE, GroupFit, Interval, PowerLaw, ScalingReport
+from moba_train.tools.report.scaling import CONFIDENCE, GroupFit, Interval, ScalingReport
 from moba_train.tools.report.sink import plotly_is_installed
 
 _COMPUTES_ON_A_LINE = 50
-"""Points of a fitted law, which is straight on logarithmic axes unless it has an irreducible loss."""
+"""Points of a fitted law and of its interval."""
 
 
 def scaling_charts(fits: Sequence[GroupFit]) -> list[Chart]:
@@ -41,8 +42,7 @@ def _traces(one: GroupFit, colour: str) -> list[Trace]:
     """Interval, law and runs of one group."""
     compute, loss = np.array(one.points).T
     law = one.fit.law
-    above = f"{float(law.c):.3f} + " if law.c else ""
-    label = f"{text(one.group)}: {above}{float(law.a):.3f} C^{float(law.b):.3f}"
+    label = f"{text(one.group)}: {float(law.a):.3f} C^{float(law.b):.3f}"
     line = np.geomspace(compute.min(), compute.max(), _COMPUTES_ON_A_LINE)
     value, low, high = np.array([one.loss_at(float(x)) for x in line]).T
     band = {
@@ -73,13 +73,11 @@ def _traces(one: GroupFit, colour: str) -> list[Trace]:
 
 def describe(report: ScalingReport) -> Iterator[str]:
     """Lines for the terminal."""
-    law = "L = c + a * C^b" if report.irreducible else "L = a * C^b"
-    yield f"{law}, C in PFLOP/s-days, intervals of {CONFIDENCE:.0%}"
-    yield f"{'metric':<15}{'C':<6}{'group':<18}{'runs':>5}{'a':>27}{'b':>30}" + f"{'c':>27}" * report.irreducible
+    yield f"L = a * C^b, C in PFLOP/s-days, intervals of {CONFIDENCE:.0%}"
+    yield f"{'metric':<15}{'C':<6}{'group':<18}{'runs':>5}{'a':>27}{'b':>30}"
     for one in report.fits:
-        cells = [_cell(one.number(lambda law: law.a), ".4g"), _cell(one.number(lambda law: law.b), ".4f")]
-        line = f"{one.metric:<15}{one.compute:<6}{one.group:<18}{len(one.runs):>5}{cells[0]:>27}{cells[1]:>30}"
-        yield line + (f"{_cell(one.number(lambda law: law.c), '.4g'):>27}" if report.irreducible else "")
+        cells = [_cell(one.number(attrgetter(name)), digits) for name, digits in (("a", ".4g"), ("b", ".4f"))]
+        yield f"{one.metric:<15}{one.compute:<6}{one.group:<18}{len(one.runs):>5}{cells[0]:>27}{cells[1]:>30}"
     if any(one.compute == "real" for one in report.fits):
         sources = dict.fromkeys(run.documents for one in report.fits for run in one.runs)
         yield f"real FLOPs count {'; '.join(sources)}"
@@ -111,7 +109,7 @@ def report_json(report: ScalingReport) -> dict[str, Any]:
     runs = {run.folder: run for fit in report.fits for run in fit.runs}
     return {
         "format": 1,
-        "law": "c + a * C^b" if report.irreducible else "a * C^b",
+        "law": "a * C^b",
         "unit": "PFLOP/s-days",
         "confidence": CONFIDENCE,
         "runs": [
@@ -126,7 +124,7 @@ def report_json(report: ScalingReport) -> dict[str, Any]:
             }
             for run in runs.values()
         ],
-        "fits": [_fit_json(one, report.irreducible) for one in report.fits],
+        "fits": [_fit_json(one) for one in report.fits],
         "gaps": [
             {
                 "metric": gap.fit.metric,
@@ -142,16 +140,13 @@ def report_json(report: ScalingReport) -> dict[str, Any]:
     }
 
 
-def _fit_json(one: GroupFit, irreducible: bool) -> dict[str, Any]:
-    numbers: dict[str, Callable[[PowerLaw], Any]] = {"a": lambda law: law.a, "b": lambda law: law.b}
-    if irreducible:
-        numbers["c"] = lambda law: law.c
+def _fit_json(one: GroupFit) -> dict[str, Any]:
     return {
         "metric": one.metric,
         "compute": one.compute,
         "group": one.group,
         "runs": [str(run.folder) for run in one.runs],
-        **{name: _interval_json(one.number(value)) for name, value in numbers.items()},
+        **{name: _interval_json(one.number(attrgetter(name))) for name in ("a", "b")},
         "rms_error_of_log_loss": one.fit.error,
     }
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,17 +20,14 @@ from moba_train.errors import CheckpointError
 from moba_train.model.build import build_attention
 from moba_train.tools.convert.hf import export_to_hf, imported_recipe
 from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem
-from moba_train.tools.hf.config import parse_layer, read_model_config
+from moba_train.tools.hf.config import read_model_config
 from moba_train.tools.hf.files import INDEX
 from moba_train.tools.hf.gemma3 import Gemma3
 from moba_train.tools.saved_recipe import open_checkpoint
-from moba_train.tools.transformers_attention import register
-from tests.tools.convert.hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens, save_as_checkpoint
+from tests.tools.convert.hf_models import VOCAB, make_hf_model, random_tokens, save_as_checkpoint
 
 LENGTH = 200
 SPARSE = {"block_size": 16, "topk": 3}
-DENSE = {"block_size": 16, "topk": 13}
-"""As many blocks as `LENGTH` tokens have."""
 
 
 @pytest.fixture(scope="module", params=["llama3", "qwen2", "qwen3"])
@@ -100,65 +96,6 @@ def test_transformers_reads_it_as_an_ordinary_model(exported: tuple[Path, Path])
         first, second = (model(tokens).logits for model in models)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert type(models[0]) is type(models[1])
-
-
-def with_moba(folder: Path, moba: dict[str, Any] | None = None, decode: Any = "full") -> Any:
-    """The exported model in transformers with our attention; `moba` replaces the options of its MoBA layers."""
-    from transformers import AutoModelForCausalLM
-
-    register(decode)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="moba").eval()
-    if moba is not None:
-        model.config.moba = {"layers": [{"kind": "moba", **moba}] * len(model.config.moba["layers"])}
-    return model
-
-
-def test_transformers_runs_it_with_moba(exported: tuple[Path, Path]) -> None:
-    """Our model's logits with the layers of config.json, and full attention's where every block is selected."""
-    tokens = random_tokens(LENGTH)
-    model = with_moba(exported[1])
-    layers = [parse_layer(entry) for entry in model.config.moba["layers"]]
-    assert [layer.kind for layer in layers] == ["moba", "moba", "full"]
-    expected = logits(our_model(exported[0], build_attention(layers, model.model.layers[0].self_attn.head_dim)), tokens)
-    full = logits(our_model(exported[0]), tokens)
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens[None]).logits[0], expected, rtol=0, atol=1e-5)
-        assert (full - expected).abs().max() > 1e-3
-        dense = with_moba(exported[1], DENSE)(tokens[None]).logits[0]
-    torch.testing.assert_close(dense, full, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("decode", ["full", "own"])
-def test_padding_and_cache_change_nothing(exported: tuple[Path, Path], decode: str) -> None:
-    """A padded batch generates what each prompt alone generates; with `own` attention of new tokens, what one
-    pass over the complete text predicts."""
-    model = with_moba(exported[1], SPARSE, decode)
-    prompts = [random_tokens(count) for count in (90, 61)]
-    width = max(map(len, prompts))
-    batch, mask = torch.zeros(2, 2, width, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        batch[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    together = model.generate(batch, attention_mask=mask, **options)[:, width:]
-    for row, prompt in enumerate(prompts):
-        alone = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)[0]
-        assert together[row].tolist() == alone[len(prompt) :].tolist()
-        if decode == "own":
-            with torch.no_grad():
-                again = model(alone[None]).logits[0].argmax(-1)
-            assert again[len(prompt) - 1 : -1].tolist() == alone[len(prompt) :].tolist()
-
-
-def test_the_former_name_of_own_decoding_is_refused() -> None:
-    former: Any = "moba"
-    with pytest.raises(ValueError, match="is called 'own' now"):
-        register(former)
-
-
-def test_a_model_without_moba_entry_says_how_to_get_one(exported: tuple[Path, Path]) -> None:
-    model = with_moba(exported[0])
-    with pytest.raises(ValueError, match="moba-to-hf"):
-        model(torch.zeros(1, 8, dtype=torch.int64))
 
 
 def test_a_shape_that_transformers_cannot_load_is_refused_or_goes_out_as_another_architecture() -> None:

@@ -404,5 +404,4 @@ def test_without_code_there_is_a_card_and_no_code(tmp_path: Path) -> None:
     assert "other.json" not in card
     assert "trust_remote_code" not in card
     assert "any program runs with full attention in all layers. moba_train runs it with the attention above" in card
-    assert "also inside transformers" in card
     assert not any((tmp_path / "out" / name).exists() for name in DESCRIPTIONS)

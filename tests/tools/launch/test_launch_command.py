@@ -264,8 +264,6 @@ def test_a_jobset_runs_multinode_on_each_node_and_starts_again_after_failures() 
         (["--k8s", "trainjob", "--image", "x", "--claim", "a:/data/../dev/shm"], "hides /dev/shm, which the pods need"),
         (["--nodes", "2", "--start"], "--start: given with --nodes 2 for torchrun"),
         (["--nodes", "3", "--gpus-per-node", "3"], "9"),
-        (["--gpus", "8", "--gpus-per-node", "8"], "--gpus and --gpus-per-node: given both; allowed: one of them"),
-        (["--nodes", "2", "--gpus", "7"], "--gpus: given 7 with --nodes 2; allowed: a multiple of 2"),
         (["--slurm", "--name", "???"], "name: given '???'"),
         (["--slurm", "--name", ""], "name: given ''"),
         (["--nodes", "2", "--master", ""], "--master: given ''; allowed: a host name or an IP address"),
@@ -296,9 +294,7 @@ def test_what_cannot_be_started_is_refused(arguments: list[str], message: str) -
     assert message in refused(*arguments)
 
 
-def test_gpus_counts_those_of_all_nodes() -> None:
-    assert launch("--gpus", "4", *ANY_NUMBER) == launch("--gpus-per-node", "4", *ANY_NUMBER)
-    assert launch("--nodes", "2", "--gpus", "8", "--slurm") == launch("--nodes", "2", "--gpus-per-node", "4", "--slurm")
+def test_a_machine_has_eight_gpus_by_default() -> None:
     assert "--gpus-per-node 8" in launch("--slurm", "--nodes", "2")
 
 
@@ -324,17 +320,15 @@ def test_start_takes_the_gpus_of_this_machine(
     """As `train` does: a rank on the CPU where there is none."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: here)
     launch("--start", *ANY_NUMBER)
-    launch("--start", "--gpus", str(ranks), *ANY_NUMBER)
+    launch("--start", "--gpus-per-node", str(ranks), *ANY_NUMBER)
     assert [command[-2:] for command in started] == [["--gpus", str(ranks)]] * 2
 
 
-@pytest.mark.parametrize("option", ["--gpus", "--gpus-per-node"])
-def test_start_refuses_more_gpus_than_this_machine_has(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_refuses_more_gpus_than_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert f"{option}: given 4 with --start; allowed: at most 2, the GPUs of this machine" in refused(
-        "--start", option, "4"
-    )
-    assert launch(option, "4", *ANY_NUMBER).endswith(" --gpus 4\n")
+    message = refused("--start", "--gpus-per-node", "4")
+    assert "--gpus-per-node: given 4 with --start; allowed: at most 2, the GPUs of this machine" in message
+    assert launch("--gpus-per-node", "4", *ANY_NUMBER).endswith(" --gpus 4\n")
 
 
 def test_start_hands_the_manifest_to_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,37 +21,30 @@ from moba_train.tools.report.scaling_runs import PFLOPS_DAY, read_runs
 from moba_train.train import main
 from tests.commands import run_app
 
-A, B, C = 2.625, -0.063, 1.2
-"""The form of the fits in MoBA's paper, which have no irreducible loss."""
+A, B = 2.625, -0.063
+"""The form of the fits in MoBA's paper."""
 COMPUTE = np.geomspace(1e-3, 10, 12)
 
 
-def noisy(rng: np.random.Generator, irreducible: float = 0.0, slope: float = B) -> np.ndarray:
-    return (irreducible + A * COMPUTE**slope) * np.exp(rng.normal(0, 0.004, len(COMPUTE)))
+def noisy(rng: np.random.Generator) -> np.ndarray:
+    return A * COMPUTE**B * np.exp(rng.normal(0, 0.004, len(COMPUTE)))
 
 
 def test_a_law_without_noise_is_found_exactly() -> None:
     fit = fit_power_law(COMPUTE, A * COMPUTE**B)
-    assert (float(fit.law.a), float(fit.law.b), float(fit.law.c)) == pytest.approx((A, B, 0.0))
+    assert (float(fit.law.a), float(fit.law.b)) == pytest.approx((A, B))
     assert fit.law(1e6) == pytest.approx(A * 1e6**B)
-    fit = fit_power_law(COMPUTE, C + A * COMPUTE**-0.2, irreducible=True)
-    assert (float(fit.law.a), float(fit.law.b), float(fit.law.c)) == pytest.approx((A, -0.2, C), rel=1e-4)
 
 
-@pytest.mark.parametrize("irreducible", [False, True])
-def test_a_law_with_noise_is_within_its_intervals(irreducible: bool) -> None:
-    slope, floor = (-0.2, C) if irreducible else (B, 0.0)
-    loss = noisy(np.random.default_rng(3), floor, slope)
-    fit = fit_power_law(COMPUTE, loss, irreducible=irreducible, resamples=500)
-    wanted = {"a": A, "b": slope} | ({"c": C} if irreducible else {})
-    for name, value in wanted.items():
+def test_a_law_with_noise_is_within_its_intervals() -> None:
+    loss = noisy(np.random.default_rng(3))
+    fit = fit_power_law(COMPUTE, loss, resamples=500)
+    for name, value in {"a": A, "b": B}.items():
         low, high = fit.interval(attrgetter(name), 0.95)
         assert low < value < high, name
         assert low < float(getattr(fit.law, name)) < high
-    again = fit_power_law(COMPUTE, loss, irreducible=irreducible, resamples=500)
-    assert np.array_equal(fit.samples.b, again.samples.b)
-    other = fit_power_law(COMPUTE, loss, irreducible=irreducible, resamples=500, seed=1)
-    assert not np.array_equal(fit.samples.b, other.samples.b)
+    assert np.array_equal(fit.samples.b, fit_power_law(COMPUTE, loss, resamples=500).samples.b)
+    assert not np.array_equal(fit.samples.b, fit_power_law(COMPUTE, loss, resamples=500, seed=1).samples.b)
 
 
 def test_intervals_hold_the_law_about_as_often_as_they_promise() -> None:
@@ -67,18 +60,16 @@ def test_intervals_hold_the_law_about_as_often_as_they_promise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "different", "irreducible", "message"),
+    ("count", "different", "message"),
     [
-        (2, 2, False, r"2 runs given; allowed: at least 3 for L = a \* C\^b"),
-        (4, 4, True, r"4 runs given; allowed: at least 5 for L = c \+ a \* C\^b"),
-        (4, 1, False, "1 different computes given; allowed: at least 2"),
-        (6, 2, True, "2 different computes given; allowed: at least 3"),
+        (2, 2, r"2 runs given; allowed: at least 3 for L = a \* C\^b"),
+        (4, 1, "1 compute given; allowed: at least 2 different ones"),
     ],
 )
-def test_too_few_runs_are_refused(count: int, different: int, irreducible: bool, message: str) -> None:
+def test_too_few_runs_are_refused(count: int, different: int, message: str) -> None:
     compute = [1e-3 * 10 ** (index % different) for index in range(count)]
     with pytest.raises(UserError, match=message):
-        fit_power_law(compute, [3.0] * count, irreducible=irreducible)
+        fit_power_law(compute, [3.0] * count)
 
 
 def config(folder: Path, kind: str, width: int, **changes: Any) -> RunConfig:
@@ -318,5 +309,5 @@ def test_real_runs_through_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_law_is_a_function_of_the_compute() -> None:
-    law = PowerLaw(np.array([2.0, 3.0]), np.array([-1.0, -0.5]), np.array([0.0, 1.0]))
-    assert law(4.0).tolist() == [0.5, 2.5]
+    law = PowerLaw(np.array([2.0, 3.0]), np.array([-1.0, -0.5]))
+    assert law(4.0).tolist() == [0.5, 1.5]
