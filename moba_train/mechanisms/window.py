@@ -313,5 +313,6 @@ class WindowCosts(KindCosts):
         return inside**2 / 2 + outside * (self.kind.window - 0.5) + sinks
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        """Results are joined by way of float32, and so are gradients of keys summed over calls."""
-        return TokenBytes(workspace=4 * (self.model.heads + 2 * self.model.kv_heads) * self.model.head_width)
+        """Gradients of keys and values are summed in float32. Copies of the sinks for groups of queries, up to 128 of
+        them a tenth of that, are not counted."""
+        return TokenBytes(workspace=4 * 2 * self.model.kv_heads * self.model.head_width)

@@ -106,9 +106,11 @@ def step(model: Transformer, data_shard: DataShard, device: torch.device) -> tup
 
     engines: list[Engine] = [Recording()] * len(model.blocks)
     width = model.config.head_width
+    # In bf16 near-ties are chosen by rounding, which changes gradients by up to 7 %: there every block is selected.
+    topk = 2 if device.type == "cpu" else SEQ_LEN // 4
     kinds = [
         FullKind(FullKind.Options(backend="reference"), width),
-        MobaKind(MobaKind.Options(block_size=4, topk=2, backend="reference"), width),
+        MobaKind(MobaKind.Options(block_size=4, topk=topk, backend="reference"), width),
     ]
     model.set_attention(kinds[: len(model.blocks)])
     model.set_engines(engines)
@@ -203,10 +205,10 @@ def test_two_gpus_are_as_exact_as_one(tmp_path: Path) -> None:
         for key, right in truth.items():
             if key.startswith("weight"):
                 assert torch.equal(got[key], right.cpu()), key
-            elif not key.startswith("selected"):  # a choice may differ by the rounding of its keys
+            elif not key.startswith("selected"):
                 scale = (right.norm() + truth["norm"] / 100).cpu()  # gradients of key biases are next to nothing
                 errors = [((x.cpu() - right.cpu()).norm() / scale).item() for x in (got[key], one[key])]
-                assert errors[0] <= 2 * errors[1] + 0.05, f"{key}: errors {errors[0]:.1e}, one GPU {errors[1]:.1e}"
+                assert errors[0] <= 2 * errors[1] + 0.02, f"{key}: errors {errors[0]:.1e}, one GPU {errors[1]:.1e}"
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])

@@ -149,16 +149,17 @@ class Rates(_Measured):
 
 
 def _distance(row: MeasuredLayer, layer: LayerAttention, head_dim: int) -> float:
-    """Difference of a row's options and head width from a layer's: 1 for each doubling, and for each other word."""
+    """Difference of a row's options and head width from a layer's: 1 for each doubling, 0 counted as 1, and for each
+    other word."""
     distance = abs(math.log2(row.head_dim / head_dim))
     for name, value in row.options.items():
         given = getattr(layer.options, name)
-        distance += abs(math.log2(given / value)) if isinstance(value, int) else given != value
+        distance += abs(math.log2(max(given, 1) / max(value, 1))) if isinstance(value, int) else given != value
     return distance
 
 
 def _row_rate(row: MeasuredLayer, layer: LayerAttention) -> AttentionRate:
-    measured = LayerAttention(row.kind, layer.options.model_copy(update=dict(row.options)))
+    measured = LayerAttention(row.kind, type(layer.options).model_validate(row.options))
     flops = layer_flops(MEASURED_MODEL.model_copy(update={"head_dim": row.head_dim}), measured, [row.tokens])
     return AttentionRate(flops / 3 / (row.forward_ms / 1e3), flops / (row.both_ms / 1e3))
 

@@ -46,9 +46,9 @@ ACCUMULATED_COPIES = 10  # a gradient, bf16, is added to a float32 sum, in a pip
 FIRST_COPIES = 6  # where no other rank has a part, of the first gradient: bf16 to float32
 NORM_BYTES = 4  # of the rank's shard: its gradient, float32, is read for the norms
 
-GROUPED_SPEED = 0.81
-"""Grouped products of experts, relative to others: 575 of 711 TFLOP/s, for groups of 2,048 rows on an H200
-(benchmarks/results/training-profile-experts-64k-h200.json)."""
+GROUPED_SPEED = 0.79
+"""Grouped products of experts, relative to others: 575 of 726 TFLOP/s, for groups of 2,048 rows on an H200
+(benchmarks/results/training-profile-experts-64k-h200.json; training-profile-experts-64k-dense-h200.json)."""
 
 
 class Machine(NamedTuple):

@@ -54,6 +54,9 @@ def measured() -> Iterator[MeasuredLayer]:
         for names in ((), ("mode",), ("block_size", "topk")):
             if "both_ms" in row and set(names) <= row["options"].keys():
                 yield timed(row["kind"], {name: row["options"][name] for name in names}, 64, row["tokens"], row)
+    for row in results("windows-h200"):
+        if row["kind"] == "window":
+            yield timed("window", {name: row["options"][name] for name in ("window", "sinks")}, 64, row["tokens"], row)
 
 
 def timed(kind: str, options: dict[str, Any], head_dim: int, tokens: int, found: dict[str, Any]) -> MeasuredLayer:
@@ -84,6 +87,28 @@ def test_a_rate_is_that_of_the_measured_layer_or_of_the_nearest() -> None:
     between = H200.attention_rate(layer("full"), 128, 2**14)
     ends = [H200.attention_rate(layer("full"), 128, 2**13), H200.attention_rate(layer("full"), 128, 2**15)]
     assert between == pytest.approx(AttentionRate(*(sum(pair) / 2 for pair in zip(*ends, strict=True))))
+
+
+def test_a_window_takes_the_time_of_its_pairs() -> None:
+    """Other windows have the rate of the measured one with the nearest number of sinks."""
+    for row in results("windows-h200"):
+        if row["kind"] == "window":
+            sinks = row["options"]["sinks"]
+            rates = [
+                H200.attention_rate(layer("window", window=window, sinks=near), 64, row["tokens"])
+                for window, near in ((2048, sinks), (512, sinks), (512, sinks // 2), (512, sinks + 4))
+            ]
+            assert rates[0].both == pytest.approx(12e3 * 32 * 64 * row["pairs"] / row["both_ms"]["median"], rel=1e-3)
+            assert rates == rates[:1] * 4
+
+
+def test_a_row_without_options_was_measured_with_the_defaults() -> None:
+    """As `moba-train calibrate` writes them of most kinds, here of `window`."""
+    measured = next(row for row in H200.attention if row.kind == "window")
+    rates = H200.model_copy(update={"attention": (measured.model_copy(update={"options": {}}),)})
+    expected = H200.attention_rate(layer("window"), 64, measured.tokens)
+    for window in (2048, 512):
+        assert rates.attention_rate(layer("window", window=window), 64, measured.tokens) == expected
 
 
 def test_a_kind_that_was_never_measured_is_named() -> None:

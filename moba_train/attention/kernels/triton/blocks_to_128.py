@@ -290,11 +290,11 @@ class ShortBlocks:
         call = self.call
         shape = self.call.shapes.short_backward
         assert shape
-        # A list has one split more than it fills; without `diagonal`, only those of lists that have several leave
-        # parts.
+        # A list has one split more than it fills, or none if all are empty; without `diagonal`, only those of lists
+        # that have several leave parts.
         # At 128/8 with four query heads a key/value head a list has about 3,600 rows, less than a split: few leave
         # parts.
-        most = table.bound if diagonal else 2 * work.heads * work.slots // _SPLIT
+        most = table.bound * (work.slots > 0) if diagonal else 2 * work.heads * work.slots // _SPLIT
         part_dk, part_dv = (stats.new_empty(most * shape.keys, call.head_dim) for _ in range(2))
         launch(
             backward_to_128,
@@ -318,7 +318,7 @@ class ShortBlocks:
             SUM=diagonal is not None,
             **self.sizes(shape),
         )
-        if most:
+        if most or diagonal:
             call.add_splits(table, first_kv_head, sums, (part_dk, part_dv), shape.keys, diagonal)
         if call.history_blocks:
             call.combine(softmax.combine_dq, work, dq=dqs[0], partial_dq=dqs[1])
