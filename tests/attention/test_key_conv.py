@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moba_train.attention.convolution import causal_convolution
 from moba_train.attention.kind import MicroBatch
 from moba_train.attention.layout import packed_layout
+from moba_train.attention.moba.key_convolution import previous
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.registry import KINDS
 from moba_train.parallel.context.engine import ContextParallel
@@ -112,7 +112,7 @@ def test_the_plan_counts_its_parameters_and_operations() -> None:
     assert on.costs(MODEL).flops(LENGTHS) == off.costs(MODEL).flops(LENGTHS) + 6 * weights * sum(LENGTHS)
     batch = MicroBatch(width=2, seq_len=64, tokens=64, cp=1)
     without, with_it = (kind.costs(MODEL).token_bytes(batch).saved for kind in (off, on))
-    assert with_it == without + 2 * 2 * MODEL.kv_heads * 8
+    assert with_it == without + 2 * MODEL.kv_heads * 8 * 4
 
 
 @st.composite
@@ -123,29 +123,32 @@ def shared_sequences(draw: st.DrawFn) -> tuple[CPStrategy, list[int]]:
     return CPStrategy(ranks, "allgather", draw(st.sampled_from(["contiguous", "zigzag"])), ranks), lengths
 
 
-@given(shared_sequences(), st.integers(2, 13))
+@given(shared_sequences(), st.integers(1, 12))
 @settings(max_examples=25)
-def test_rows_before_a_range_arrive_from_their_ranks_and_gradients_return(
-    shared: tuple[CPStrategy, list[int]], width: int
+def test_previous_rows_arrive_from_their_ranks_and_gradients_return(
+    shared: tuple[CPStrategy, list[int]], count: int
 ) -> None:
     strategy, lengths = shared
     layout = packed_layout(lengths)
     x_TD = torch.randn(sum(lengths), 2, dtype=torch.float64, requires_grad=True)
-    taps_cx = torch.randn(2, width, dtype=torch.float64)
-    want_TD = mixed(x_TD, taps_cx.flip(1), lengths)
-    weight_TD = torch.randn_like(want_TD)
-    (want_grad_TD,) = torch.autograd.grad((want_TD * weight_TD).sum(), x_TD)
+    documents = x_TD.split(lengths)
+    padded = [torch.cat([document.new_zeros(count, 2), document]) for document in documents]
+    want_cTD = torch.stack(
+        [torch.cat([rows[count - 1 - back : len(rows) - 1 - back] for rows in padded]) for back in range(count)]
+    )
+    weight_cTD = torch.randn_like(want_cTD)
+    (want_grad_TD,) = torch.autograd.grad((want_cTD * weight_cTD).sum(), x_TD)
 
     def rank(engine: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shard = engine.shard(layout)
         tokens = shard.layout.q_tokens
         own_nD = x_TD.detach()[tokens].requires_grad_()
-        found_nD = causal_convolution(own_nD.unsqueeze(1), taps_cx, "k", shard).squeeze(1)
-        (grad_nD,) = torch.autograd.grad((found_nD * weight_TD[tokens]).sum(), own_nD)
-        return tokens, found_nD.detach(), grad_nD
+        found_cnD = previous(own_nD, "k", count, shard)
+        (grad_nD,) = torch.autograd.grad((found_cnD * weight_cTD[:, tokens]).sum(), own_nD)
+        return tokens, found_cnD.detach(), grad_nD
 
     engines = [ContextParallel(strategy, transport) for transport in thread_transports(strategy)[0]]
     with ThreadPoolExecutor(strategy.ranks) as pool:
-        for tokens, found_nD, grad_nD in pool.map(rank, engines):
-            torch.testing.assert_close(found_nD, want_TD.detach()[tokens])
+        for tokens, found_cnD, grad_nD in pool.map(rank, engines):
+            assert torch.equal(found_cnD, want_cTD[:, tokens])
             torch.testing.assert_close(grad_nD, want_grad_TD[tokens])

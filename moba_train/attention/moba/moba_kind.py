@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from moba_train.attention.block_sparse import refused_triton, too_long
-from moba_train.attention.convolution import KeyConvolution
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import (
@@ -18,6 +17,7 @@ from moba_train.attention.kind import (
     StageContext,
     TokenBytes,
 )
+from moba_train.attention.moba.key_convolution import KeyConvolution
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.base import Section
@@ -98,9 +98,10 @@ class MobaCosts(KindCosts):
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
         """Saved are the selected block ids and their inverse lists, int32 each; none if every block is selected. With
-        key_conv and without activation checkpointing, in 16 bits: the keys before it, and their sums."""
+        key_conv and without activation checkpointing, in 16 bits: the keys before it, those of the tokens before, and
+        their sum."""
         options, model = self.kind.moba_options, self.model
-        saved = 2 * 2 * model.kv_heads * model.head_width if options.key_conv else 0
+        saved = 2 * model.kv_heads * model.head_width * (options.key_conv + 1) if options.key_conv else 0
         if batch.seq_len > options.topk * options.block_size:
             # Ids and slots are int32, one of each for every query head and block.
             saved += 2 * 4 * model.heads * options.history_blocks

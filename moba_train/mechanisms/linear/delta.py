@@ -29,10 +29,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.convolution import all_ranges, gather_ranges, query_ranges
 from moba_train.attention.layout import Layout, TokenRange
 from moba_train.attention.shard import Shard
-from moba_train.mechanisms.linear.states import segment_edges
+from moba_train.mechanisms.linear.states import all_ranges, gather_ranges, query_ranges, segment_edges
 
 
 def delta_attention(

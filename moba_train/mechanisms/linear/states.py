@@ -11,21 +11,24 @@ Shape suffixes: n rows, r ranges of this layer, L rows of the longest, N ranges 
 has equally many), or states, H query heads, K key/value heads, G query heads of a key/value head, d head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from moba_train.attention import convolution
-from moba_train.attention.convolution import all_ranges, gather_ranges, query_ranges
-from moba_train.attention.layout import Layout, layout_arguments
+from moba_train.attention.layout import Layout, TokenRange, TokenRanges, layout_arguments
 from moba_train.attention.shard import Shard
 from moba_train.attention.statistics import Statistics, joined
 from moba_train.mechanisms.layout_operators import with_layout
+
+T = TypeVar("T")
+
+_NO_TOKENS = TokenRange(0, 0)
 
 STATES = {
     "state_norm": "Frobenius norm of a head's state",
@@ -38,8 +41,41 @@ STATES = {
 """Statistics of a kind with states, by name, with their meaning."""
 
 
+@torch.compiler.disable
+def once(layout: Layout, name: str, make: Callable[[], T]) -> T:
+    """`layout.cached`, outside of compiled code.
+
+    The forward pass would be compiled to make what the recomputation finds made, so that the two would save different
+    tensors, which activation checkpointing refuses.
+    """
+    return layout.cached(name, make)
+
+
+def query_ranges(layout: Layout) -> TokenRanges:
+    """The ranges of the layout's queries; one without tokens if there are none."""
+    return layout.query_ranges or (_NO_TOKENS,)
+
+
+def all_ranges(shard: Shard) -> tuple[TokenRange, ...]:
+    """The ranges of all ranks, in rank order; ranks with fewer than others have ranges without tokens."""
+    most = _most_ranges(shard)
+    padded = (list(ranges) + [_NO_TOKENS] * (most - len(ranges)) for ranges in shard.place.ranges_by_rank)
+    return tuple(token_range for ranges in padded for token_range in ranges)
+
+
+def gather_ranges(x_r: Tensor, shard: Shard) -> Tensor:
+    """`x_r` of all ranks, [N, ...]: one entry for each range, in the order of `all_ranges`; differentiable."""
+    missing = _most_ranges(shard) - len(x_r)
+    # Padded to the most ranges of any rank: an all-gather needs equal sizes.
+    return shard.all_ranks(torch.cat([x_r, x_r.new_zeros((missing, *x_r.shape[1:]))])).flatten(0, 1)
+
+
+def _most_ranges(shard: Shard) -> int:
+    return max(len(ranges) for ranges in shard.place.ranges_by_rank)
+
+
 def segments(layout: Layout) -> Tensor:
-    """`convolution.segments`, by an operator, so that torch.compile traces a layer as a whole."""
+    """int64 [n], never descending: rows with equal numbers share a document and a range of the layout's queries."""
     rows = sum(stop - start for start, stop in query_ranges(layout))
     return _segments(*layout_arguments(layout), rows)
 
@@ -47,7 +83,11 @@ def segments(layout: Layout) -> Tensor:
 @torch.library.custom_op("moba_train::linear_segments", mutates_args=())
 @with_layout
 def _segments(layout: Layout, rows: int) -> Tensor:
-    return convolution.segments(layout)
+    """`segments`; an operator, so that torch.compile traces a layer as a whole (`once` would break it in two)."""
+    ranges = query_ranges(layout)
+    device = layout.cu_seqlens.device
+    numbers_n = torch.cat([torch.full((stop - start,), i, device=device) for i, (start, stop) in enumerate(ranges)])
+    return layout.q_documents * len(ranges) + numbers_n
 
 
 @_segments.register_fake
@@ -56,11 +96,10 @@ def _(layout: Layout, rows: int) -> Tensor:
     return layout.cu_seqlens.new_empty((rows,), dtype=torch.int64)
 
 
-@torch.compiler.disable  # compiled, the forward pass would make what its recomputation finds made
 def segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:
     """int64 [segments + 1], on the layout's device and on the CPU: rows where the segments begin, and the number of
     rows. No segment is empty."""
-    return layout.cached("segment edges", lambda: _segment_edges(layout))
+    return once(layout, "segment edges", lambda: _segment_edges(layout))
 
 
 def _segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:
