@@ -113,7 +113,7 @@ def dense_backend(name: str, row: Row) -> Calls | None:
     """Calls of a backend of `kind: full` on the row's documents; None where it cannot compute them."""
     backend = BACKENDS[name]
     scale = row.attention.scale
-    if not backend.can(row.q, row.layout()):
+    if not backend.takes(row.q, row.layout()):
         return None
 
     def forward() -> tuple[Tensor, Tensor]:

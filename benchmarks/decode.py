@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.options import length, need_gpus
 from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
-from moba_train.attention.facets.decodes import Decodes
+from moba_train.attention.facets import Decodes
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.cached_keys import CachedKeys, last_tokens
 from moba_train.attention.layout import TokenRange, packed_layout

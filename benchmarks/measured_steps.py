@@ -148,6 +148,10 @@ LEFT_OUT = {
         "training-8b-8k-autotuned-h200-x2.json",
         "8K:full:fp8:parallel.fsdp_copy_engines=true:steps10",
     ): "torch's choice of kernels by measuring, which plan knows no rates of",
+    (
+        "training-8b-8k-output-unit-h200-x2.json",
+        "8K:full:parallel.gradient_transport=all_to_all:steps10",
+    ): "gradients by an all-to-all in bf16: 5 ms longer than in float32, and removed",
     ("training-8b-128k-lora-h200.json", ""): "adapters on a frozen base: predicted 9 and 20 % longer",
     ("training-8b-128k-lora-budget-h200.json", ""): "adapters on a frozen base: predicted 19 % longer",
     ("training-experts-h200.json", ""): "what a rank has alone was copied more; measured again",

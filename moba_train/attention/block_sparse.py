@@ -12,9 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moba_train.attention.facets.decodes import Decodes, decode_as_trained
-from moba_train.attention.facets.probed import Probed, SelectedBlocks
-from moba_train.attention.facets.takes_selection import TakesSelection
+from moba_train.attention.facets import Decodes, Probed, SelectedBlocks, TakesSelection, decode_as_trained
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.cached_keys import CachedKeys

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from moba_train.attention.facets.probed import Probed
+from moba_train.attention.facets import Probed
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import LocalAttention, Selection
 from moba_train.attention.statistics import Statistics, joined

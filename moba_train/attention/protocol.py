@@ -9,6 +9,7 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -46,6 +47,14 @@ class BackwardState(NamedTuple):
             self.out[rows, heads],
             self.lse[heads, rows].contiguous(),
         )
+
+
+def head_parts(heads: int, kv_heads: int, together: int) -> Iterator[tuple[slice, slice]]:
+    """(query heads, the key/value heads that they share), `together` of the latter at a time, at least one."""
+    group = heads // kv_heads
+    for first in range(0, kv_heads, max(1, together)):
+        stop = min(first + max(1, together), kv_heads)
+        yield slice(first * group, stop * group), slice(first, stop)
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]

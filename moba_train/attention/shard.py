@@ -81,7 +81,7 @@ class Shard:
         """(out [n, H, D], lse [H, n]) of this layer's tokens over the keys of all tokens so far, by this device alone.
 
         `selected_HnC`: the history blocks that each query attends to, for an attention that is given them
-        (facets/takes_selection.py); else it summarizes and selects by itself. Differentiable in q, k and v; no gradient
+        (facets.py); else it summarizes and selects by itself. Differentiable in q, k and v; no gradient
         passes `lse`.
         """
         if not len(q_nHD):  # a rank without tokens; its gradients must reach the others all the same

@@ -107,18 +107,12 @@ class ParallelConfig(ContextParallelConfig):
         "weights in the compute dtype; budget: those of as many blocks stay, last ones first, as memory.gpu_gib holds "
         "next to the activations; a pipeline keeps them in any case",
     )
-    gradient_transport: Literal["reduce_scatter", "all_to_all"] = Field(
-        "reduce_scatter",
-        description="how FSDP adds up gradients over ranks, in float32 in any case: reduce_scatter sends them in "
-        "float32; all_to_all sends them in the compute dtype, half the bytes in bf16, and each rank adds up what has "
-        "arrived; in a pipeline both send float32",
-    )
     fsdp_copy_engines: bool = Field(
         False,
         description="blocks' weights are gathered by the GPUs' copy engines, not by NCCL's kernels, which take "
         "multiprocessors from the layers computed meanwhile: among GPUs of one node that reach each other's memory, "
-        "in buffers for two blocks; also gradients, whatever gradient_transport says, in the compute dtype, and "
-        "added up in float32; on a CPU nothing changes",
+        "in buffers for two blocks; also gradients, in the compute dtype (in a pipeline in float32), and added up in "
+        "float32; on a CPU nothing changes",
     )
     timeout: int = Field(
         600, ge=1, le=LONGEST_WAIT_S, description="seconds a rank waits for others before it ends the run"

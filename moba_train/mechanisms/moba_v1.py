@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.facets.decodes import decode_as_trained
+from moba_train.attention.facets import decode_as_trained
 from moba_train.attention.kernels import composed
 from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.kernels.common.merge import nothing_seen
@@ -38,8 +38,7 @@ from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit
-from moba_train.mechanisms.dispatch.by_unit import OffersUnits
+from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit, OffersUnits
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.facets.probed import SelectedBlocks
+from moba_train.attention.facets import SelectedBlocks
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import KeySpans
 from moba_train.attention.kernels.common.selection import Choice, key_share, selection_statistics
@@ -26,8 +26,7 @@ from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.attention.statistics import Statistics
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit
-from moba_train.mechanisms.dispatch.by_unit import OffersUnits
+from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit, OffersUnits
 from moba_train.mechanisms.local_blocks import LocalBlocks, with_local_blocks
 
 

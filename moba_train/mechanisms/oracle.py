@@ -31,7 +31,7 @@ from moba_train.attention.protocol import BackwardState, Gradients, LocalAttenti
 from moba_train.attention.shard import attends_to_all, own_rows, padded
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.gates.grid import block_grid
+from moba_train.mechanisms.gates.grid import Attended, block_grid
 from moba_train.mechanisms.gates.pooled_scores import block_masses
 from moba_train.mechanisms.gates.short_blocks import ShortBlocks
 
@@ -94,12 +94,10 @@ class IdealAttention(LocalAttention):
         width = listed_blocks(options.topk - 1, layout, options.block_size)
         groups = k_SWD.shape[1]
         chosen_WnC = torch.full((groups, len(q_nHD), width), -1, dtype=torch.int32, device=q_nHD.device)
-        for those, queries, blocks, mass_Wtb in block_masses(
-            q_nHD, k_SWD, lse_Hn, None, layout, options.block_size, self.full.scale, reference=False
-        ):
-            own = QueryBlocks(grid.own_n[queries] - blocks.start, grid.first_n[queries] - blocks.start)
-            best_WtC = choose_blocks(mass_Wtb, own, options.topk - 1, **forced)
-            best_WtC += blocks.start * (best_WtC >= 0)
+        attended = Attended(q_nHD, k_SWD, lse_Hn, None, layout, options.block_size, self.full.scale)
+        for those, queries, blocks, mass_Wtb in block_masses(attended, reference=False):
+            own = QueryBlocks(grid.own_n[queries], grid.first_n[queries])
+            best_WtC = choose_blocks(mass_Wtb, own, options.topk - 1, **forced, start=blocks.start)
             chosen_WnC[those, queries, : best_WtC.shape[2]] = best_WtC
         if not isinstance(self.blocks, ShortBlocks):
             chosen_WnC = chosen_WnC.repeat_interleave(q_nHD.shape[1] // groups, 0)

@@ -3,14 +3,13 @@
 On CUDA, a window is a span of neighbouring keys to the Triton kernels (kernels/triton/spans.py); a varlen flash kernel,
 or elsewhere kernels/common/reference.py, masks a band and is given its keys alone. So the work is T times the window,
 not T squared. The first tokens, or sinks (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453), are part of the spans, or
-further calls for each document that is longer than the window.
+further calls in plain PyTorch for each document that is longer than the window.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -31,7 +30,14 @@ from moba_train.attention.kernels.table import call_problem
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
 from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, TokenBytes
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
-from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
+from moba_train.attention.protocol import (
+    AttentionFacts,
+    BackwardState,
+    Gradients,
+    LocalAttention,
+    Selection,
+    head_parts,
+)
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms import window_sinks
@@ -60,29 +66,18 @@ class Band:
     """Rows of the keys."""
     sinks: bool = False
     """True if the keys are sinks, which queries see that have them behind their window."""
-    complete: bool = False
-    """True if every query sees every key."""
 
     @property
     def fits_kernels(self) -> bool:
-        """True if the mask is one of the kernels': none, or a causal one that ends at the last query and key."""
-        return self.complete or (not self.sinks and self.queries.stop == self.keys.stop)
-
-    @property
-    def copies(self) -> int:
-        """Copies of the keys that a kernel is given, each for the next `window_sinks.QUERIES_OF_SINKS` queries."""
-        return -(-(self.queries.stop - self.queries.start) // window_sinks.QUERIES_OF_SINKS) if self.complete else 1
+        """True if the mask is the kernels', which ends at the last query and key."""
+        return not self.sinks and self.queries.stop == self.keys.stop
 
 
 def heads_at_once(q_THD: Tensor, k_SKD: Tensor) -> Iterator[tuple[slice, slice]]:
-    """(query heads, the key/value heads they share) that a backward pass takes at once, so that its memory, several
-    times that of their queries, stays small compared with that of all queries."""
-    kv_heads = k_SKD.shape[1]
-    group = q_THD.shape[1] // kv_heads
-    together = max(1, _ROWS_AT_ONCE // max(1, q_THD.shape[0] * group))
-    for first in range(0, kv_heads, together):
-        stop = min(first + together, kv_heads)
-        yield slice(first * group, stop * group), slice(first, stop)
+    """`head_parts` that a backward pass takes at once, so that its memory, several times that of their queries, stays
+    small compared with that of all queries."""
+    tokens, heads, _ = q_THD.shape
+    return head_parts(heads, k_SKD.shape[1], _ROWS_AT_ONCE * k_SKD.shape[1] // max(1, tokens * heads))
 
 
 def bands(q_ranges: TokenRanges, k_ranges: TokenRanges, window: int, tile: int) -> Iterator[Band]:
@@ -114,7 +109,6 @@ def sink_bands(layout: Layout, window: int, sinks: int, tile: int) -> Iterator[B
     key_ranges = (TokenRange(0, layout.total),) if layout.k_ranges is None else joined_ranges(layout.k_ranges)
     for document, end in pairwise(layout.edges):
         behind = document + window  # the first query that lacks a token of its document
-        every = min(end, behind + sinks - 1)  # the first query that has all sinks behind its window
         key_row = 0
         for begin, stop in key_ranges:
             keys = TokenRange(max(begin, document), min(stop, document + sinks))
@@ -124,11 +118,10 @@ def sink_bands(layout: Layout, window: int, sinks: int, tile: int) -> Iterator[B
                 continue
             row = 0
             for first, last in joined_ranges(layout.query_ranges):
-                for part, complete in ((TokenRange(behind, every), False), (TokenRange(every, end), True)):
-                    for start in range(max(first, part.start), min(last, part.stop), tile):
-                        queries = TokenRange(start, min(last, part.stop, start + tile))
-                        rows = slice(row + queries.start - first, row + queries.stop - first)
-                        yield Band(queries, keys, rows, key_rows, sinks=True, complete=complete)
+                for start in range(max(first, behind), min(last, end), tile):
+                    queries = TokenRange(start, min(last, end, start + tile))
+                    rows = slice(row + queries.start - first, row + queries.stop - first)
+                    yield Band(queries, keys, rows, key_rows, sinks=True)
                 row += last - first
 
 
@@ -174,7 +167,7 @@ class WindowAttention(LocalAttention):
         band: Band,
         kernel: type[VarlenKernel] | None,
     ) -> tuple[Tensor, Tensor]:
-        k_sKD, v_sKD = (_given(x, band, kernel) for x in (k_SKD, v_SKD))
+        k_sKD, v_sKD = k_SKD[band.key_rows], v_SKD[band.key_rows]
         if kernel is None:
             return masked_attend(q_tHD, k_sKD, v_sKD, self._mask(layout, band), self.scale, prefix=False, cap=self.cap)
         return kernel.forward(q_tHD, k_sKD, v_sKD, self._segments(layout, band), self.scale)
@@ -190,8 +183,7 @@ class WindowAttention(LocalAttention):
         dq_THD = torch.zeros_like(state.q, dtype=wide if len(calls) > 1 and layout.k_ranges is not None else None)
         dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=wide if len(calls) > 1 else None) for x in (state.k, state.v))
         for band, kernel in calls:
-            k_sKD, v_sKD = (_given(x, band, kernel) for x in (state.k, state.v))
-            part = state.part(rows=band.rows)._replace(k=k_sKD, v=v_sKD)
+            part = state.part(rows=band.rows)._replace(k=state.k[band.key_rows], v=state.v[band.key_rows])
             # Some heads at a time: the kernel's backward pass takes several times the memory of the queries that it is
             # given.
             for heads, kv_heads in heads_at_once(part.q, part.k):
@@ -204,8 +196,6 @@ class WindowAttention(LocalAttention):
                     grads = kernel.backward(slices, self._segments(layout, band), self.scale, deterministic=fixed_order)
                 dq_THD[band.rows, heads] += grads[0]
                 for sum_SKD, grad_sKD in ((dk_SKD, grads[1]), (dv_SKD, grads[2])):
-                    if kernel is not None and band.copies > 1:
-                        grad_sKD = grad_sKD.unflatten(0, (band.copies, -1)).sum(0, dtype=wide)
                     sum_SKD[band.key_rows, kv_heads] += grad_sKD
         return dq_THD.to(state.q.dtype), dk_SKD.to(state.k.dtype), dv_SKD.to(state.v.dtype)
 
@@ -255,14 +245,6 @@ class WindowAttention(LocalAttention):
 
     def _segments(self, layout: Layout, band: Band) -> Segments:
         """The documents among a band's queries and keys."""
-        if band.complete:
-            rows = band.queries.stop - band.queries.start
-            keys = band.keys.stop - band.keys.start
-            most = min(rows, window_sinks.QUERIES_OF_SINKS)
-            edges = [min(rows, copy * most) for copy in range(band.copies + 1)]
-            make = partial(layout.cu_seqlens.new_tensor, [edges, [copy * keys for copy in range(band.copies + 1)]])
-            cu_q, cu_k = layout.cached(("complete", rows, keys), make)
-            return Segments(cu_q, cu_k, most, keys, causal=False)
         cu_q, cu_k = ((layout.cu_seqlens - start).clamp_(0, stop - start) for start, stop in (band.queries, band.keys))
         max_q, max_k = (min(layout.max_seqlen, stop - start) for start, stop in (band.queries, band.keys))
         return Segments(cu_q, cu_k, max_q, max_k, causal=True, window=self.window)
@@ -281,12 +263,6 @@ class WindowAttention(LocalAttention):
             return (same & (back >= 0) & (back < self.window)).unsqueeze(0)
 
         return mask
-
-
-def _given(x_SKD: Tensor, band: Band, kernel: type[VarlenKernel] | None) -> Tensor:
-    """The band's keys or values, as often as its kernel is given them."""
-    x_sKD = x_SKD[band.key_rows]
-    return x_sKD if kernel is None else x_sKD.expand(band.copies, *x_sKD.shape).flatten(0, 1)
 
 
 class WindowKind(AttentionKind):

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from moba_train.attention.layout import TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
+from moba_train.attention.shard import padded
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.context.transport.base import ShardedCall, padded, padded_lse, sum_dtype
+from moba_train.parallel.context.transport.base import ShardedCall, padded_lse, sum_dtype
 
 
 class Edges(NamedTuple):

@@ -59,10 +59,8 @@ class Weights:
     of it, but FSDP frees it only when it gathers the next unit or the forward pass ends, so it is still there in the
     loss. 0 where nothing is gathered, where copy engines have buffers for it, and in a pipeline, which gathers only
     once a step."""
-    exchanged: bool
-    """True: gradients are sent as they are and added up on arrival."""
     gradient_sent: int
-    """Bytes of a gradient that is sent to its rank: in float32, or exchanged in the compute dtype."""
+    """Bytes of a gradient that is sent to its rank: in float32, or by copy engines in the compute dtype."""
     gradient: int
     """Bytes of a gradient in the buffers on its way."""
     buffers: int
@@ -105,11 +103,7 @@ def rank_weights(
     block_width = gathered_bytes(computation.precision, width)
     held = 0 if all_stay else block_width
     copy_engines = parallel.fsdp_copy_engines and sizes.shards > 1
-    exchanged = copy_engines or (parallel.gradient_transport == "all_to_all" and sizes.shards > 1)
-    sent = width if exchanged and sizes.pp == 1 else 4
-    gradient = 2 * sent if exchanged and not copy_engines else sent  # what is sent, and what has arrived
-    if sizes.ranks == 1:
-        gradient = 0  # they do not travel (parallel/forward.py)
+    sent = width if copy_engines and sizes.pp == 1 else 4
     buffers = GATHER_BUFFERS * block_width * by_size[-1] + REDUCTION_BUFFER
     last_block = 0 if copy_engines else held * blocks[work.layers[-1]]
     copied = width * (counts.output // sizes.tp) if head_unit else last_block
@@ -135,9 +129,8 @@ def rank_weights(
         gathered=gathered_outer + block_width * at_once,
         held=held,
         copied=copied if sizes.shards > 1 else 0,
-        exchanged=exchanged,
         gradient_sent=sent,
-        gradient=gradient,
+        gradient=0 if sizes.ranks == 1 else sent,  # one rank's do not travel (parallel/forward.py)
         buffers=buffers if copy_engines else 0,
         is_one_unit=one_unit,
         cast=-(-sum(by_size) // sizes.shards) if computation.precision.gathers_fp8 else 0,

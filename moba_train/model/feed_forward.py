@@ -34,10 +34,10 @@ class FeedForward(nn.Module):
         return self.down_proj(self._hidden(self.gate_proj(x_TD), self.up_proj(x_TD)))
 
 
-def _clamped(gate: Tensor, up: Tensor) -> Tensor:
-    """Hidden values of MiniMax-M3, as those of experts in gpt-oss (OpenAI 2025, arXiv:2508.10925, and its code)."""
-    gate = gate.clamp(max=7.0)
-    return gate * (1.702 * gate).sigmoid() * (up.clamp(-7.0, 7.0) + 1)
+def clamped(gate: Tensor, up: Tensor, limit: float = 7.0) -> Tensor:
+    """Hidden values of MiniMax-M3, and of experts in gpt-oss (OpenAI 2025, arXiv:2508.10925, and its code)."""
+    gate = gate.clamp(max=limit)
+    return gate * (1.702 * gate).sigmoid() * (up.clamp(-limit, limit) + 1)
 
 
 def _silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-_GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": _silu, "gelu_tanh": _gelu_tanh, "clamped": _clamped}
+_GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": _silu, "gelu_tanh": _gelu_tanh, "clamped": clamped}
 """Functions of the two projections, by `model.activation`."""
 
 

@@ -28,10 +28,8 @@ from moba_train.parallel.largest_lse import LargestLse
 from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace, model_parts
 from moba_train.parallel.tensor import apply_tensor_parallel, overlap_transfers
 from moba_train.parallel.transfers import (
-    AllToAllReduceScatter,
     CopyEngineGather,
     CopyEngineReduceScatter,
-    ExchangedGradients,
     gathered_bytes,
 )
 from moba_train.torch_private import dynamo_config, move_hooks
@@ -149,20 +147,15 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
     """Make the units of FSDP, in place, with the transfers that `parallel` asks for."""
     # Inputs are not cast, so that cos and sin stay float32 when the layers compute in bf16.
     dtype = computation.dtype
-    on_gpu = dims.world.device.type == "cuda"
     # Reduced in float32 (float64 for float64): sums over many ranks in bf16 lose what small gradients add.
     wide = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
     units = _units(model, dims.sizes)
     gather: CopyEngineGather | None = None
-    reduce_scatter: ExchangedGradients | None = None
-    if dims.sizes.shards > 1:
+    reduce_scatter: CopyEngineReduceScatter | None = None
+    if dims.sizes.shards > 1 and parallel.fsdp_copy_engines and dims.world.device.type == "cuda":
         gradients = wide if dims.sizes.pp > 1 else dtype  # a pipeline adds up those of its micro-batches first
-        if parallel.fsdp_copy_engines and on_gpu:
-            gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype, gradients, computation.compiled)
-        elif parallel.gradient_transport == "all_to_all":
-            group = dims.mesh.get_group(SHARD)
-            reduce_scatter = AllToAllReduceScatter(group, gradients, computation.compiled and on_gpu)
+        gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype, gradients, computation.compiled)
 
     def shard(block: nn.Module | None, modules: list[nn.Module], mesh: DeviceMesh) -> None:
         fully_shard(modules, mesh=mesh, mp_policy=policy)

@@ -1,10 +1,9 @@
-"""FSDP's transfers in other ways than NCCL's: gradients that travel in their own dtype, and the GPUs' copy engines.
-
-NCCL's reduce-scatter adds on the way, so what it sends must be float32 already: twice the bytes of bf16, written into a
-buffer and read again. Here gradients travel in their own dtype and are added up in float32 on arrival.
+"""FSDP's transfers by the GPUs' copy engines instead of NCCL.
 
 NCCL transfers by kernels, on multiprocessors that matrix products then lack; copy engines leave all of them to the
-layers computed meanwhile. The ranks of a group copy into each other's memory: torch's symmetric memory, without NVLink
+layers computed meanwhile. NCCL's reduce-scatter adds on the way, so what it sends must be float32 already: twice the
+bytes of bf16, written into a buffer and read again. Here gradients travel in their own dtype and are added up in
+float32 on arrival. The ranks of a group copy into each other's memory: torch's symmetric memory, without NVLink
 multicast. Two barriers for each transfer, kernels of one thread block, settle which rank may write when. From torch
 2.13 on FSDP has `set_symm_mem_for_comm`, by NCCL; its buffers come from a pool that may pair them wrongly between ranks
 (pytorch issue 190977), so these ones take turns.
@@ -12,7 +11,6 @@ multicast. Two barriers for each transfer, kernels of one thread block, settle w
 
 import os
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,61 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moba_train import torch_private
-
-
-class ExchangedGradients(ABC):
-    """A reduce-scatter for FSDP by an exchange: each rank gets its part of all ranks' gradients and adds them up, in
-    the order of ranks."""
-
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, compiled: bool = False) -> None:
-        """group: the ranks that share the weights; dtype: of the gradients; compiled: they are added up by compiled
-        code, in one pass."""
-        self._group = group
-        self._rank = group.rank()
-        self._ranks = group.size()
-        self._dtype = dtype
-        self._has_input = False
-        # For one size at a time: code for any size reads a number at a time.
-        # Compiled sums take 26 and 15 ms of kernels on two ranks, where torch's took 43 and 80 (the 8B at 8K;
-        # benchmarks/LOG.md, "8K tokens").
-        self._add_up = torch.compile(add_up, dynamic=False) if compiled else add_up
-
-    @abstractmethod
-    def reduce(self, parts: Tensor, result: Tensor) -> None:
-        """`result` [n] becomes the sum of row `rank` of all ranks' `parts` [ranks, n]; on the current stream."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks first for what it copies the gradients into, all ranks' parts one after the other, then for this
-        rank's part of the sum; `dtype` is that of the sum, float32."""
-        self._has_input = not self._has_input
-        return torch.empty(*size, dtype=self._dtype if self._has_input else dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        """`output_tensor` [n] becomes the sum of this rank's parts of all ranks' `input_tensor` [ranks * n]. Complete
-        on the current stream."""
-        assert not async_op, "FSDP never asks for it"
-        assert op == dist.ReduceOp.SUM, f"gradients are summed, never {op}"
-        assert input_tensor.dtype == self._dtype
-        self.reduce(input_tensor.view(self._ranks, -1), output_tensor)
-
-
-class AllToAllReduceScatter(ExchangedGradients):
-    """Reduce-scatter by one all-to-all."""
-
-    def reduce(self, parts: Tensor, result: Tensor) -> None:
-        """`result` [n] becomes the sum of row `rank` of all ranks' `parts` [ranks, n]; on the current stream."""
-        # On two GPUs of one node this loses 5 ms of 868 where 5 were to be gained, so it is no default; between nodes
-        # it has not run (benchmarks/results/training-8b-8k-output-unit-h200-x2.json).
-        arrived = torch.empty_like(parts)
-        dist.all_to_all_single(arrived, parts, group=self._group)
-        self._add_up([*arrived], result)
 
 
 def add_up(addends: Sequence[Tensor], result: Tensor) -> None:
@@ -199,8 +142,9 @@ class CopyEngineGather:
         buffer.barrier(1)  # all parts have arrived
 
 
-class CopyEngineReduceScatter(ExchangedGradients):
-    """FSDP's reduce-scatter of gradients, which the ranks copy into each other's buffers, a piece at a time."""
+class CopyEngineReduceScatter:
+    """FSDP's reduce-scatter of gradients, which the ranks copy into each other's buffers in their own dtype, a piece at
+    a time; each rank adds up its part of all ranks', in the order of ranks."""
 
     def __init__(
         self,
@@ -213,21 +157,46 @@ class CopyEngineReduceScatter(ExchangedGradients):
         compiled: bool = False,
     ) -> None:
         """A collective. group: the ranks that share the weights, all on one node; dtype: of the gradients; timeout: how
-        long a sum may wait for another rank; size: bytes of the buffer; compiled: as for `ExchangedGradients`."""
-        super().__init__(group, dtype, compiled)
+        long a sum may wait for another rank; size: bytes of the buffer; compiled: they are added up by compiled code,
+        in one pass."""
+        self._rank = group.rank()
+        self._ranks = group.size()
+        self._dtype = dtype
+        self._has_input = False
+        # For one size at a time: code for any size reads a number at a time.
+        # Compiled sums take 26 and 15 ms of kernels on two ranks, where torch's took 43 and 80 (the 8B at 8K;
+        # benchmarks/LOG.md, "8K tokens").
+        self._add_up = torch.compile(add_up, dynamic=False) if compiled else add_up
         self._room = size // (self._ranks * dtype.itemsize)
         self._buffer = make_buffer(group, device, size, timeout)
         self._copy = _Copies(device, self._ranks - 1)
 
-    def reduce(self, parts: Tensor, result: Tensor) -> None:
-        """`result` [n] becomes the sum of row `rank` of all ranks' `parts` [ranks, n], in pieces that the buffer has
-        room for."""
-        for first in range(0, result.numel(), self._room):
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks first for what it copies the gradients into, all ranks' parts one after the other, then for this
+        rank's part of the sum; `dtype` is that of the sum, float32."""
+        self._has_input = not self._has_input
+        return torch.empty(*size, dtype=self._dtype if self._has_input else dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """`output_tensor` [n] becomes the sum of this rank's parts of all ranks' `input_tensor` [ranks * n], in pieces
+        that the buffer has room for. Complete on the current stream."""
+        assert not async_op, "FSDP never asks for it"
+        assert op == dist.ReduceOp.SUM, f"gradients are summed, never {op}"
+        assert input_tensor.dtype == self._dtype
+        parts = input_tensor.view(self._ranks, -1)
+        for first in range(0, output_tensor.numel(), self._room):
             piece = slice(first, first + self._room)
-            self._reduce_piece(parts[:, piece], result[piece])
+            self._reduce_piece(parts[:, piece], output_tensor[piece])
 
     def _reduce_piece(self, parts: Tensor, result: Tensor) -> None:
-        """`reduce` for parts that fit into the buffer together."""
+        """`result` [n] becomes the sum of row `rank` of all ranks' `parts` [ranks, n], which fit into the buffer."""
         length = parts[0].nbytes
         place = slice(self._rank * length, (self._rank + 1) * length)
         # The own part does not travel and is read where FSDP has put it.

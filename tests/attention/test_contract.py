@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from moba_train.attention.engine import Engine, OperatorEngine
-from moba_train.attention.facets.decodes import Decodes
-from moba_train.attention.facets.probed import Gated, Probed
-from moba_train.attention.facets.takes_selection import TakesSelection
+from moba_train.attention.facets import Decodes, Gated, Probed, TakesSelection
 from moba_train.attention.handles import Handled
 from moba_train.attention.kind import AttentionKind, KindCosts, TwoSublayers
 from moba_train.attention.observer import Observer, StatisticsObserver
@@ -25,10 +23,7 @@ from moba_train.attention.shard import Shard
 PACKAGE = Path(__file__).parents[2] / "moba_train"
 FRAMEWORK = (
     "engine.py",
-    "facets/__init__.py",
-    "facets/decodes.py",
-    "facets/probed.py",
-    "facets/takes_selection.py",
+    "facets.py",
     "handles.py",
     "kind.py",
     "layout.py",
@@ -91,11 +86,11 @@ def test_a_facet_is_nothing_that_every_attention_has() -> None:
         assert not any(hasattr(LocalAttention, name) for name in members(facet))
 
 
-def test_at_most_1260_lines() -> None:
+def test_at_most_1250_lines() -> None:
     found = {name: len((PACKAGE / "attention" / name).read_text().splitlines()) for name in FRAMEWORK}
-    assert sum(found.values()) <= 1260, found
+    assert sum(found.values()) <= 1250, found
     here = {path.name for path in (PACKAGE / "attention").glob("*.py")}
-    kinds = {"__init__.py", "block_sparse.py"}
+    kinds = {"__init__.py", "block_sparse.py", "convolution.py"}
     assert here - kinds == {name for name in FRAMEWORK if "/" not in name}, "count a new file of the framework as well"
 
 

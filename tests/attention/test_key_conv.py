@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -35,15 +36,14 @@ CONV = {"key_conv": 3}
 widths = pytest.mark.parametrize("width", [3, 5])
 
 
-def convolved(k: torch.Tensor, weight: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """k + silu(convolution of k), token by token, from the document's first token on."""
-    taps = weight.T.unflatten(1, k.shape[1:])
+def mixed(x: torch.Tensor, weight: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Sum over `back` of weight[:, back] * x[token - back], token by token, from the document's first token on."""
+    taps = weight.T.unflatten(1, x.shape[1:])
     rows, start = [], 0
     for length in lengths:
         for position in range(length):
             token = start + position
-            mixed = sum(taps[back] * k[token - back] for back in range(min(len(taps), position + 1)))
-            rows.append(k[token] + mixed * torch.sigmoid(mixed))
+            rows.append(sum(taps[back] * x[token - back] for back in range(min(len(taps), position + 1))))
         start += length
     return torch.stack(rows)
 
@@ -59,7 +59,7 @@ def assert_equals_convolved_keys(kind: str, width: int) -> None:
     assert layer.named_parameters()["weight"].shape == (2 * 8, width)
 
     def plain(layer: Layer) -> Any:
-        keys = convolved(layer.k, layer.parameters.weight, LENGTHS)
+        keys = layer.k + F.silu(mixed(layer.k, layer.parameters.weight, LENGTHS))
         without = KINDS[kind](KINDS[kind].Options(**SMALL), 8)
         return run_layer(Layer(without, None, layer.x, layer.q, keys, layer.v, layer.layout, layer.model))
 

@@ -224,8 +224,6 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
             parallel["cp_slices"] = 2
     if sizes["pp"] > 1:
         parallel["pp_schedule"] = rng.choice(["1f1b", "interleaved_1f1b", "zero_bubble"])
-    if sizes["cp"] * sizes["dp_shard"] > 1 and rng.random() < 0.3:
-        parallel["gradient_transport"] = "all_to_all"
     if rng.random() < 0.2:
         parallel["reshard_after_forward"] = False
     model: dict[str, Any] = {

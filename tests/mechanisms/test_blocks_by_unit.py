@@ -9,8 +9,7 @@ from moba_train.attention.kernels.common.reference import masked_attend, masked_
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState
-from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit
-from moba_train.mechanisms.dispatch.by_unit import UnitQueries
+from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit, UnitQueries
 from tests.attention.helpers import triple
 
 LENGTHS = [75, 0, 1, 53]

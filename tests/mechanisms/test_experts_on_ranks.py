@@ -34,7 +34,7 @@ TWO_RANKS: dict[str, Case] = {
     "ep 2 of cp 2": (HALF, {"ep": 2, "cp": 2}),
 }
 FOUR_RANKS: dict[str, Case] = {
-    "ep 2 of dp 4": (HALF, {"ep": 2, "gradient_transport": "all_to_all"}),
+    "ep 2 of dp 4": (HALF, {"ep": 2}),
     "ep 4": (BIASED, {"ep": 4}),
     "ep 2, tp 2": (EXPERTS, {"ep": 2, "tp": 2}),
     "ep 2, replicas": (EXPERTS, {"ep": 2, "dp_replicate": 2}),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.attention.block_sparse import GivenBlocks
-from moba_train.attention.facets.probed import SelectedBlocks
+from moba_train.attention.facets import SelectedBlocks
 from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.config.load import load_config

@@ -5,43 +5,18 @@ import torch
 
 from moba_train.mechanisms.linear import kda
 from moba_train.mechanisms.linear.fla import has_fla
-from tests.attention.kind_checks import MODEL, Layer, flat, make_layer, results
-from tests.mechanisms.test_kda import assert_fla_is_near_float64, convolved, unit
+from tests.attention.kind_checks import Layer, flat, make_layer, results
+from tests.mechanisms.test_kda import assert_fla_is_near_float64, delta_oracle
 
 LENGTHS = [12, 0, 1, 27]
 
 
 def oracle(layer: Layer) -> list[torch.Tensor]:
-    """The layer's output, document by document, head by head, token by token."""
-    p = layer.parameters
-    heads = MODEL.heads
-    width = MODEL.head_width
-    group = heads // MODEL.kv_heads
-    rows = []
-    first = 0
-    for length in filter(None, LENGTHS):
-        part = slice(first, first + length)
-        first += length
-        x = layer.x[part]
-        q = unit(convolved(layer.q[part], p.q_conv.weight)) / width**0.5
-        k = unit(convolved(layer.k[part], p.k_conv.weight))
-        v = convolved(layer.v[part], p.v_conv.weight)
-        alpha = torch.exp(-torch.exp(p.A_log) * torch.log1p(torch.exp(x @ p.decay.weight.T + p.dt_bias)))
-        beta = 1 / (1 + torch.exp(-x @ p.beta.weight.T))
-        gate = x @ p.gate.weight.T
-        gate = (gate / (1 + torch.exp(-gate))).view(length, heads, width)
-        states = [torch.zeros(width, width, dtype=x.dtype)] * heads
-        for token in range(length):
-            outputs = []
-            for head in range(heads):
-                key = k[token, head // group]
-                value = v[token, head // group]
-                kept = alpha[token, head] * (torch.eye(width) - beta[token, head] * torch.outer(key, key))
-                states[head] = kept @ states[head] + beta[token, head] * torch.outer(key, value)
-                out = states[head].T @ q[token, head]
-                outputs.append(out / (out.square().mean() + MODEL.norm_eps).sqrt() * p.norm.weight)
-            rows.append(torch.stack(outputs) * gate[token])
-    return [torch.stack(rows)]
+    """The layer's output, with one decay for all channels of a head."""
+    p, x = layer.parameters, layer.x
+    alpha = torch.exp(-torch.exp(p.A_log) * torch.log1p(torch.exp(x @ p.decay.weight.T + p.dt_bias)))
+    gate = x @ p.gate.weight.T
+    return delta_oracle(layer, LENGTHS, alpha.unsqueeze(-1).expand_as(layer.q), gate / (1 + torch.exp(-gate)))
 
 
 def test_output_and_every_gradient_are_those_of_the_oracle() -> None:

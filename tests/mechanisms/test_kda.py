@@ -29,6 +29,7 @@ from tests.attention.kind_checks import (
     small_model,
     token_bytes,
 )
+from tests.attention.test_key_conv import mixed
 from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
@@ -39,15 +40,9 @@ NAMES = (
 
 
 def convolved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """silu of the last four rows' weighted sum, row by row; `x` [T, heads, d] of one document."""
-    rows = []
-    for token in range(len(x)):
-        total = torch.zeros_like(x[0])
-        for back in range(4):
-            if token - back >= 0:
-                total = total + weight[:, 3 - back].view_as(x[0]) * x[token - back]
-        rows.append(total / (1 + torch.exp(-total)))
-    return torch.stack(rows)
+    """silu of the last four rows' weighted sum; `x` [T, heads, d] of one document."""
+    total = mixed(x, weight.flip(1), [len(x)])
+    return total / (1 + torch.exp(-total))
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +50,17 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def oracle(layer: Layer, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
-    """The layer's output, document by document, head by head, token by token, with the transition as a matrix."""
+    """The layer's output."""
+    p, x = layer.parameters, layer.x
+    step = torch.log1p(torch.exp(x @ p.decay_down.weight.T @ p.decay_up.weight.T + p.dt_bias)).view_as(layer.q)
+    alpha = torch.exp(-torch.exp(p.A_log)[:, None] * step)
+    gate = 1 / (1 + torch.exp(-x @ p.gate_down.weight.T @ p.gate_up.weight.T))
+    return delta_oracle(layer, lengths, alpha, gate)
+
+
+def delta_oracle(layer: Layer, lengths: list[int], alpha: torch.Tensor, gates: torch.Tensor) -> list[torch.Tensor]:
+    """The layer's output, document by document, head by head, token by token, with the transition as a matrix; `alpha`:
+    decays [T, heads, d]; `gates`: of the outputs, [T, heads * d]."""
     p, heads, width = layer.parameters, MODEL.heads, MODEL.head_width
     group = heads // MODEL.kv_heads
     rows, first = [], 0
@@ -68,10 +73,8 @@ def oracle(layer: Layer, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
         q = unit(convolved(layer.q[part], p.q_conv.weight)) / width**0.5
         k = unit(convolved(layer.k[part], p.k_conv.weight))
         v = convolved(layer.v[part], p.v_conv.weight)
-        step = torch.log1p(torch.exp(x @ p.decay_down.weight.T @ p.decay_up.weight.T + p.dt_bias)).view_as(q)
-        alpha = torch.exp(-torch.exp(p.A_log)[:, None] * step)
+        decay, gate = alpha[part], gates[part]
         beta = 1 / (1 + torch.exp(-x @ p.beta.weight.T))
-        gate = 1 / (1 + torch.exp(-x @ p.gate_down.weight.T @ p.gate_up.weight.T))
         for token in range(length):
             if token == 0:
                 states = [torch.zeros(width, width, dtype=x.dtype)] * heads
@@ -79,7 +82,7 @@ def oracle(layer: Layer, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
             for head in range(heads):
                 key, value = k[token, head // group], v[token, head // group]
                 erase = torch.eye(width, dtype=x.dtype) - beta[token, head] * torch.outer(key, key)
-                states[head] = erase @ torch.diag(alpha[token, head]) @ states[head]
+                states[head] = erase @ torch.diag(decay[token, head]) @ states[head]
                 states[head] = states[head] + beta[token, head] * torch.outer(key, value)
                 out = states[head].T @ q[token, head]
                 outputs.append(out / (out.square().mean() + MODEL.norm_eps).sqrt() * p.norm.weight)

@@ -31,7 +31,7 @@ TWO_RANKS: dict[str, Case] = {
 FOUR_RANKS: dict[str, Case] = {
     "pp 2 and dp 2, zero bubble, gradients exchanged": (
         AUXILIARY,
-        {"pp": 2, "pp_schedule": "zero_bubble", "gradient_transport": "all_to_all"},
+        {"pp": 2, "pp_schedule": "zero_bubble"},
     ),
 }
 

@@ -12,7 +12,7 @@ from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.protocol import BackwardState
 from moba_train.attention.registry import KINDS
-from moba_train.mechanisms import window, window_sinks
+from moba_train.mechanisms import window
 from moba_train.mechanisms.window import WindowAttention, WindowKind, bands, sink_bands
 from moba_train.mechanisms.window_edges import WindowExchange, edges
 from moba_train.parallel.context.layout import SequenceLayout
@@ -64,7 +64,6 @@ def test_sink_bands_have_every_sink_behind_a_window_once(width: int, sinks: int)
         assert keys[band.key_rows] == list(range(*band.keys))
         pairs = [(q, k) for q in range(*band.queries) for k in range(*band.keys)]
         behind = [(q, k) for q, k in pairs if q - k >= width]
-        assert not band.complete or pairs == behind
         found += behind
     assert sorted(found) == [
         (q, k)
@@ -132,19 +131,16 @@ class MaskedKernel:
         q_segment = torch.searchsorted(segments.cu_q[1:].long(), row, right=True)
         k_segment = torch.searchsorted(segments.cu_k[1:].long(), key, right=True)
         seen = q_segment[:, None] == k_segment[None]
-        # One segment of all queries would be one program of a backward kernel.
-        assert segments.window is not None or segments.max_q <= window_sinks.QUERIES_OF_SINKS
-        if segments.window is not None:
-            last = segments.cu_k[1:][q_segment] - segments.cu_q[1:][q_segment] + row
-            back = last[:, None] - key[None]
-            seen = seen & (back >= 0) & (back < segments.window)
+        assert segments.window is not None
+        last = segments.cu_k[1:][q_segment] - segments.cu_q[1:][q_segment] + row
+        back = last[:, None] - key[None]
+        seen = seen & (back >= 0) & (back < segments.window)
         return lambda rows, columns: seen[None, rows, columns]
 
     @classmethod
     def forward(
         cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert segments.causal is (segments.window is not None)
         return masked_attend(q, k, v, cls.mask(segments, len(q), len(k)), scale, prefix=False)
 
     @classmethod
@@ -161,7 +157,6 @@ def test_kernels_are_given_the_documents_and_keys_of_every_band(
     width: int, sinks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(window, "TorchFlash", MaskedKernel)
-    monkeypatch.setattr(window_sinks, "QUERIES_OF_SINKS", 6)
     q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
     layout = packed_layout([33, 0, 1, 26])
     attention = WindowAttention(width, 8, sinks=sinks)

@@ -246,15 +246,6 @@ def test_copy_engines_take_the_memory_of_two_gathered_blocks_and_of_gradients() 
         assert by_copy_engines.total - by_nccl.total == more
 
 
-def test_exchanged_gradients_take_the_memory_of_float32_ones() -> None:
-    """In bf16 what is sent and what has arrived; FSDP alone sends one buffer of float32."""
-    summed, exchanged = (
-        memory("llama3-8b", 2, "8K", FULL, batch_tokens="16K", parallel={"gradient_transport": given})
-        for given in ("reduce_scatter", "all_to_all")
-    )
-    assert summed == exchanged
-
-
 MOBA = {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}}
 VARIANTS: dict[str, Section] = {
     "full": {"attention": FULL},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.run.tiny_run import Run, assert_like_one_gpu, assert_same_tensors
+from tests.run.tiny_run import Run, assert_like_one_gpu, assert_same_tensors, assert_same_training
 from tests.run.trainer_ranks import Ranks
 
 STEPS = 4
@@ -32,12 +32,6 @@ def curves(run: Run) -> dict[str, Any]:
     found["eval_loss"] = [record["eval_loss"] for record in run.records("validation_loss")]
     found["trailing_loss"] = [record["trailing_loss"] for record in run.records("position_wise")]
     return found
-
-
-def assert_same_training(got: dict[str, Any], want: dict[str, Any]) -> None:
-    for key, values in want.items():
-        exact = key in ("step", "tokens", "loss_tokens", "ranks_with_zero_loss_tokens")
-        assert got[key] == (values if exact else pytest.approx(values, rel=1e-4)), key
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.run.tiny_run import Run, assert_like_one_gpu, assert_same_tensors, checkpoint_tensors
+from tests.run.tiny_run import Run, assert_like_one_gpu, assert_same_tensors, assert_same_training, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks
 
 STEPS = 4
@@ -33,12 +33,6 @@ def curves(run: Run) -> dict[str, Any]:
     for stage, name in ((0, "full"), (1, "moba"), (1, "full")):
         found[f"by position, stage {stage}, {name}"] = positions[stage][name]["mean"]
     return found
-
-
-def assert_same_training(got: dict[str, Any], want: dict[str, Any]) -> None:
-    for key, values in want.items():
-        exact = key in ("step", "tokens", "loss_tokens")
-        assert got[key] == (values if exact else pytest.approx(values, rel=1e-4)), key
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,13 @@ def assert_like_one_gpu(shared: dict[str, Any], alone: dict[str, Any]) -> None:
     assert shared["loss_tokens"] == alone["loss_tokens"]
 
 
+def assert_same_training(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """The curves of a run are those of another one: counts exactly, numbers up to rounding."""
+    for key, values in want.items():
+        exact = key in ("step", "tokens", "loss_tokens", "ranks_with_zero_loss_tokens")
+        assert got[key] == (values if exact else pytest.approx(values, rel=1e-4)), key
+
+
 class Run:
     """A recipe on disk and the means to train it, here or in processes of its own."""
 

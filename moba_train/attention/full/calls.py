@@ -15,10 +15,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moba_train.attention.full.kernels import FullBackend
 from moba_train.attention.kernels.common.merge import merge, nothing_seen
 from moba_train.attention.kernels.common.reference import accumulation_dtype
-from moba_train.attention.kernels.varlen import Segments
+from moba_train.attention.kernels.varlen import Segments, VarlenKernel
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges, kept
 from moba_train.attention.protocol import BackwardState, Gradients
 
@@ -88,7 +87,7 @@ KernelCalls = list[tuple[slice, list[KernelCall]]]
 
 @kept
 def kernel_calls(layout: Layout, bottom_right: bool) -> KernelCalls:
-    """The calls for a kernel with that causal mask (`FullBackend.bottom_right`)."""
+    """The calls for a kernel with that causal mask (`VarlenKernel.bottom_right`)."""
     q_edges, k_edges = (_document_edges(layout.cu_seqlens, ranges) for ranges in (layout.q_ranges, layout.k_ranges))
 
     def call(rows: slice, keys: slice, causal: bool) -> KernelCall:
@@ -120,7 +119,7 @@ def _clip(edges: Tensor, rows: slice) -> Tensor:
 
 
 def attend(
-    backend: type[FullBackend], q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, scale: float
+    backend: type[VarlenKernel], q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor]:
     """`LocalAttention.attend` of full attention by `backend`."""
     results = []
@@ -133,14 +132,14 @@ def attend(
     return _concatenated(outs, 0), _concatenated(lses, 1)
 
 
-def attend_backward(backend: type[FullBackend], state: BackwardState, layout: Layout, scale: float) -> Gradients:
+def attend_backward(backend: type[VarlenKernel], state: BackwardState, layout: Layout, scale: float) -> Gradients:
     """`LocalAttention.attend_backward` of full attention by `backend`."""
     _, q_THD, k_SKD, v_SKD, _, _ = state
     chunks = kernel_calls(layout, backend.bottom_right)
 
     def backward(rows: slice, call: KernelCall) -> Gradients:
         part = state.part(rows=rows)._replace(k=k_SKD[call.keys], v=v_SKD[call.keys])
-        return backend.backward(part, call.segments, scale)
+        return backend.backward(part, call.segments, scale, deterministic=torch.are_deterministic_algorithms_enabled())
 
     if [len(calls) for _, calls in chunks] == [1] and chunks[0][1][0].keys == slice(0, k_SKD.shape[0]):
         return backward(chunks[0][0], chunks[0][1][0])

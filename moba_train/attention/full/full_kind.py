@@ -7,16 +7,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.facets.decodes import Decodes, decode_as_trained
+from moba_train.attention.facets import Decodes, decode_as_trained
 from moba_train.attention.full import calls
-from moba_train.attention.full.kernels import BACKENDS, Flash, FullBackend
+from moba_train.attention.full.kernels import BACKENDS
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.kernels.common.geometry import history_blocks, history_bound
 from moba_train.attention.kernels.table import call_problem, kernel_decodes
+from moba_train.attention.kernels.varlen import TorchFlash, VarlenKernel
 from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
-from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
+from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection, head_parts
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -73,7 +74,7 @@ class FullAttention(LocalAttention, Decodes):
         one = layout.is_whole and layout.cu_seqlens.numel() == 2 and layout.total >= _BLOCKS_PAY_FROM
         if not one or call_problem(q_THD, layout, _BLOCK, history_bound(layout, _BLOCK)):
             return False
-        return self.pick(q_THD, layout) is Flash
+        return self.pick(q_THD, layout) is TorchFlash
 
     def attend_by_blocks(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """(out, lse) of `attend`, block by block."""
@@ -97,12 +98,9 @@ class FullAttention(LocalAttention, Decodes):
         `_ENTRIES` allows."""
         tokens, heads, _ = q_THD.shape
         kv_heads = k_SKD.shape[1]
-        group = heads // kv_heads
         selected_TC = history_blocks(layout, self.by_block.block_size)
-        together = max(1, _ENTRIES // max(1, tokens * group * selected_TC.shape[1]))
-        for first in range(0, kv_heads, together):
-            kv = slice(first, min(first + together, kv_heads))
-            of = slice(kv.start * group, kv.stop * group)
+        together = _ENTRIES * kv_heads // max(1, tokens * heads * selected_TC.shape[1])
+        for of, kv in head_parts(heads, kv_heads, together):
             # Every head has the same list, but the kernels read one for each.
             selected_HTC = selected_TC.repeat(of.stop - of.start, 1, 1)
             yield of, kv, self.by_block.selection(selected_HTC, q_THD[:, of], layout, kv_heads=kv.stop - kv.start)
@@ -115,9 +113,9 @@ class FullAttention(LocalAttention, Decodes):
 
         return decode(q_BHD, cached, scale=self.scale)
 
-    def pick(self, q_THD: Tensor, layout: Layout) -> type[FullBackend]:
+    def pick(self, q_THD: Tensor, layout: Layout) -> type[VarlenKernel]:
         """The backend for this call. Raises ValueError when the options demand one that cannot do it."""
-        able = [name for name, backend in BACKENDS.items() if backend.can(q_THD, layout)]
+        able = [name for name, backend in BACKENDS.items() if backend.takes(q_THD, layout)]
         wanted = self.options.backend
         if wanted == "auto":
             return next(BACKENDS[name] for name in able if BACKENDS[name].pays(layout))

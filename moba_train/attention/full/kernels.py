@@ -1,7 +1,6 @@
-"""The kernels behind full attention, fastest first.
+"""The kernels behind full attention, fastest first: varlen kernels and two that are for full attention alone.
 
-Each takes packed documents, grouped-query heads and an external `out` and `lse` in the backward pass, so that partial
-results can be merged (calls.py cuts any layout into calls of them). Shapes and dtypes are those of `LocalAttention`.
+calls.py cuts any layout into calls of them.
 """
 
 from typing import ClassVar
@@ -18,47 +17,18 @@ from moba_train.torch_private import cudnn_attention, cudnn_attention_backward
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class FullBackend:
-    """One implementation, never instantiated: by default a varlen kernel, on documents of any lengths."""
-
-    bottom_right: ClassVar[bool]
-    """True if its causal mask may have more keys than queries; else they are as many in every document."""
-    kernel: ClassVar[type[VarlenKernel]]
-    """The varlen kernel that the methods below call, of a backend without methods of its own."""
-
-    @classmethod
-    def can(cls, q: Tensor, layout: Layout) -> bool:
-        """True if it computes this call."""
-        return not cls.kernel.refuses(q)
-
-    @staticmethod
-    def pays(layout: Layout) -> bool:
-        """True if it is fast enough for this call, given that it can do it."""
-        return True
-
-    @classmethod
-    def forward(cls, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
-        return cls.kernel.forward(q, k, v, segments, scale)
-
-    @classmethod
-    def backward(cls, state: BackwardState, segments: Segments, scale: float) -> Gradients:
-        """(dq, dk, dv)."""
-        fixed_order = torch.are_deterministic_algorithms_enabled()
-        return cls.kernel.backward(state, segments, scale, deterministic=fixed_order)
-
-
-class Cudnn(FullBackend):
+class Cudnn(VarlenKernel):
     """cuDNN's fused attention on one document, or on equally long ones as a batch.
 
     It is built for every new shape (tens of milliseconds), which does not pay for packed documents of any length.
     Its backward pass is not reproducible, so torch's deterministic algorithms exclude it.
     """
 
+    name: ClassVar[str] = "cuDNN"
     bottom_right: ClassVar[bool] = False
 
     @classmethod
-    def can(cls, q: Tensor, layout: Layout) -> bool:
+    def takes(cls, q: Tensor, layout: Layout) -> bool:
         documents = layout.cu_seqlens.numel() - 1
         equal = documents == 1 or (layout.is_whole and layout.total == layout.max_seqlen * documents)
         usable = q.is_cuda and q.dtype in _HALF and not torch.are_deterministic_algorithms_enabled()
@@ -71,15 +41,15 @@ class Cudnn(FullBackend):
         # 8K and faulted at 32K, so it is only asked for equal lengths (benchmarks/LOG.md, "Full attention").
         return min([layout.max_seqlen, *(stop - start for start, stop in ranges)]) >= 1024
 
-    @classmethod
-    def forward(cls, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         batch = _documents_first(q, segments.max_q), *(_documents_first(x, segments.max_k) for x in (k, v))
         out, lse, *_ = cudnn_attention(*batch, None, True, 0.0, segments.causal, False, scale=scale)
         lse_BHL = lse.view(-1, q.shape[1], segments.max_q)
         return out.transpose(1, 2).reshape(q.shape), lse_BHL.transpose(0, 1).flatten(1)
 
-    @classmethod
-    def backward(cls, state: BackwardState, segments: Segments, scale: float) -> Gradients:
+    @staticmethod
+    def backward(state: BackwardState, segments: Segments, scale: float, deterministic: bool) -> Gradients:
         max_q, max_k = segments.max_q, segments.max_k
         dout, q, out = (_documents_first(x, max_q) for x in (state.dout, state.q, state.out))
         k, v = (_documents_first(x, max_k) for x in (state.k, state.v))
@@ -98,51 +68,23 @@ def _documents_first(x_THD: Tensor, length: int) -> Tensor:
     return x_THD.unflatten(0, (-1, length)).transpose(1, 2)
 
 
-class Flash4(FullBackend):
-    """The package flash-attn-4, where it is installed."""
-
-    bottom_right: ClassVar[bool] = True
-    kernel = FlashAttention4
-
-
-class Flash(FullBackend):
-    """FlashAttention-2 as it ships inside torch; key/value heads are never repeated."""
-
-    bottom_right: ClassVar[bool] = True
-    kernel = TorchFlash
-
-
-class Flash2(FullBackend):
-    """FlashAttention-2 as the package flash-attn, for builds of torch that come without it."""
-
-    bottom_right: ClassVar[bool] = True
-    kernel = PackagedFlash2
-
-
-class Sdpa(FullBackend):
-    """torch's fused CPU kernel, document by document; key/value heads are repeated for one at a time."""
-
-    bottom_right: ClassVar[bool] = False
-    kernel = Cpu
-
-
-class Reference(FullBackend):
+class Reference(VarlenKernel):
     """Plain PyTorch: any device and dtype."""
 
-    bottom_right: ClassVar[bool] = True
+    name: ClassVar[str] = "plain PyTorch"
 
     @classmethod
-    def can(cls, q: Tensor, layout: Layout) -> bool:
+    def takes(cls, q: Tensor, layout: Layout) -> bool:
         return True
 
-    @classmethod
-    def forward(cls, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         # Then half of the scores is never computed.
         square = segments.causal and q.shape[0] == k.shape[0]
         return masked_attend(q, k, v, _document_mask(segments), scale, prefix=square)
 
-    @classmethod
-    def backward(cls, state: BackwardState, segments: Segments, scale: float) -> Gradients:
+    @staticmethod
+    def backward(state: BackwardState, segments: Segments, scale: float, deterministic: bool) -> Gradients:
         square = segments.causal and state.q.shape[0] == state.k.shape[0]
         return masked_attend_backward(state, _document_mask(segments), scale, prefix=square)
 
@@ -168,12 +110,12 @@ def _places(edges: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
 
 # Both passes in ms at 8K, 32K and 64K: flash-attn-4 3.18, 56.6, 208; cuDNN 3.60, 55.3, 219; FlashAttention-2 6.51,
 # 93.8, 372; FlexAttention 5.45, 75.9, 306, which is not among them (benchmarks/results/full-attention-h200.json).
-BACKENDS: dict[str, type[FullBackend]] = {
-    "flash4": Flash4,
+BACKENDS: dict[str, type[VarlenKernel]] = {
+    "flash4": FlashAttention4,
     "cudnn": Cudnn,
-    "flash": Flash,
-    "flash2": Flash2,
-    "sdpa": Sdpa,
+    "flash": TorchFlash,
+    "flash2": PackagedFlash2,
+    "sdpa": Cpu,
     "reference": Reference,
 }
 """Backends in the order in which `auto` tries them."""

@@ -8,8 +8,9 @@ C selected blocks.
 import torch
 from torch import Tensor
 
-from moba_train.attention.kernels.common.geometry import block_bound, block_ids, query_blocks
+from moba_train.attention.kernels.common.geometry import QueryBlocks, block_bound, block_ids, query_blocks
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
+from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.layout import Layout
 
 
@@ -63,31 +64,16 @@ def select_blocks(
     are selected. Blocks forced by `always` come first, then the highest gates; of equal gates the lower block id wins,
     so the selection is deterministic. The diagonal block is always attended to and not listed.
     """
-    blocks = block_bound(layout, block_size)
     queries, heads, _ = q_THD.shape
     selected_HTC = torch.full((heads, queries, history_blocks), -1, dtype=torch.int32, device=q_THD.device)
-    if history_blocks == 0:
-        return selected_HTC
-
     diagonal_T, first_T = query_blocks(layout, block_size)
-    ids_N = torch.arange(blocks, device=q_THD.device)
-    for rows in query_chunks(queries, heads * blocks, q_THD.device):
-        end_t1, first_t1 = diagonal_T[rows, None] - (local - 1), first_T[rows, None]
-        candidate_tN = (ids_N >= first_t1) & (ids_N < end_t1)
-        forced_tN = torch.zeros_like(candidate_tN)
-        if "previous" in always:
-            forced_tN |= ids_N == end_t1 - 1
-        if "first" in always:
-            forced_tN |= ids_N == first_t1
+    first, previous = (int(name in always) for name in ("first", "previous"))
+    for rows in query_chunks(queries, heads * block_bound(layout, block_size), q_THD.device):
         gates = gate_scores(q_THD[rows], pooled_NKD, select)
-        # A candidate's gate stays finite: above what is no candidate, so that exactly min(C, candidates) are taken, and
-        # below what is forced.
-        gates = gates.clamp(torch.finfo(gates.dtype).min, torch.finfo(gates.dtype).max)
-        gates = gates.masked_fill(forced_tN & candidate_tN, torch.inf).masked_fill(~candidate_tN, -torch.inf)
-        # A stable sort, not `topk`, whose choice among equal gates depends on the device.
-        best = gates.sort(dim=-1, descending=True, stable=True).indices[..., :history_blocks]
-        valid = torch.arange(history_blocks, device=q_THD.device) < (end_t1 - first_t1)
-        ordered = torch.where(valid, best, blocks).sort(-1).values
-        ordered = torch.where(ordered == blocks, -1, ordered).to(torch.int32)
-        selected_HTC[:, rows] = ordered.repeat_interleave(heads // ordered.shape[0], dim=0)
+        # Finite, so that exactly min(C, candidates) are taken: `choose_blocks` takes none with -inf. In float64 it has
+        # no kernel: this is what kernels are held to.
+        gates = gates.clamp(torch.finfo(gates.dtype).min, torch.finfo(gates.dtype).max).double()
+        candidates = QueryBlocks(diagonal_T[rows] - (local - 1), first_T[rows])
+        chosen = choose_blocks(gates, candidates, history_blocks, first=first, local=1 + previous)
+        selected_HTC[:, rows] = chosen.repeat_interleave(heads // chosen.shape[0], dim=0)
     return selected_HTC

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moba_train.attention.block_sparse import DenseOrSparse, listed_blocks
-from moba_train.attention.facets.probed import Gate, Gated, SelectedBlocks
+from moba_train.attention.facets import Gate, Gated, SelectedBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.selection import Choice, key_share, selection_statistics

@@ -1,4 +1,4 @@
-"""Attention to selected blocks, one block at a time, for queries gathered from anywhere (by_unit.py).
+"""Attention to selected blocks, one block at a time, for a transport that sends queries to the owners of keys.
 
 Own blocks are causal segments of one call of a varlen kernel. For earlier blocks, the *entries* (query, j-th selected
 block) are sorted by block: the entries of a block and its keys are a segment of a second call. A query's results are
@@ -9,9 +9,10 @@ Shape suffixes: T queries, U rows of complete blocks, H query heads, K key/value
 sequence, F gathered queries, C selected blocks of a query, E entries of a part.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,17 +27,39 @@ from moba_train.attention.layout import Layout, kept
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import Observed
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
-from moba_train.mechanisms.dispatch.by_unit import OffersUnits, UnitAttention, UnitQueries
 
 _ENTRIES_AT_ONCE = 2**22
 """Entries of a part at most: 1 GiB for each tensor of 16-bit rows of width 128, six of them in the backward pass."""
 
 
-@dataclass(frozen=True)
-class BlocksByUnit(UnitAttention):
-    """The `UnitAttention` of an attention whose units are its blocks; they are joined by online softmax.
+class UnitQueries(NamedTuple):
+    """Queries of single heads, from any tokens, with the earlier units that each attends to. All share one key/value
+    head."""
 
-    An attention that joins its blocks otherwise overrides `select`, which then returns weights, and `empty_selection`.
+    q_FD: Tensor
+    units_FC: Tensor
+    """int32: ids of the units, at least one for each query; -1 for none."""
+    weights_FC: Tensor | None
+    """Weight of each unit's result, see `BlocksByUnit`; None: joined by online softmax."""
+
+
+@dataclass(frozen=True)
+class BlocksByUnit:
+    """Attention to one unit at a time: a block of the attention, counted from its document's start; ids count over the
+    packed sequence.
+
+    Every query attends to its own unit, causally, and to the whole of those that `select` gives, all of them earlier in
+    its document. Each unit gives a result with a softmax of its own, (out, lse), and these are **joined**:
+
+    - By online softmax, as if one softmax ran over all keys: `select` returns (units,).
+    - As a weighted sum with weights that are known before attention: a subclass's `select` returns (units, weights),
+      [H, T, 1 + C] of the own unit and of the selected ones, at least float32, and out = sum of weight * out. Ones add
+      the results up; a softmax of gates weighs them by their gates. No gradient flows to the weights. `lse` is the
+      log-sum-exp over all keys also here.
+
+    The owner of some units joins their results; the parts of several owners are then joined by online softmax or added
+    up. Keys, values and, for own units, queries are the rows of complete units: those of the layout's `k_ranges`, in
+    their order. `dk` and `dv` are float32 or better.
     """
 
     attention: DenseOrSparse
@@ -74,7 +97,8 @@ class BlocksByUnit(UnitAttention):
         return kernel.forward(q_UHD, k_UKD, v_UKD, self._own_segments(layout), self.attention.scale)
 
     def attend_own_backward(self, state: BackwardState, layout: Layout) -> Gradients:
-        """(dq, dk, dv) of `attend_own`."""
+        """(dq, dk, dv) of `attend_own`; the state's `out` and `lse` are the merged ones if units are joined by online
+        softmax, else those of `attend_own`."""
         wide = accumulation_dtype(state.q.dtype)
         dq_UHD = torch.empty(state.q.shape, dtype=state.q.dtype, device=state.q.device)
         dk_UKD, dv_UKD = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (state.k, state.v))
@@ -107,7 +131,8 @@ class BlocksByUnit(UnitAttention):
     def attend_backward(
         self, queries: UnitQueries, merged: tuple[Tensor, Tensor, Tensor], k_UD: Tensor, v_UD: Tensor, layout: Layout
     ) -> Gradients:
-        """(dq [F, D], dk [U, D], dv [U, D]) of `attend`."""
+        """(dq [F, D], dk [U, D], dv [U, D]) of `attend`; `merged`: (dout [F, D], out [F, D], lse [F]) of the queries,
+        joined over all their units, wherever these are."""
         dout_FD, out_FD, lse_F = merged
         dq_F1D = torch.zeros_like(queries.q_FD).unsqueeze(1)
         dk_UD, dv_UD = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (k_UD, v_UD))
@@ -180,6 +205,15 @@ def _kernel(q_NHD: Tensor, layout: Layout, block_size: int) -> type[VarlenKernel
     return kernel
 
 
+class OffersUnits(ABC):
+    """An attention that says itself how it attends to one unit at a time."""
+
+    @property
+    @abstractmethod
+    def by_unit(self) -> BlocksByUnit:
+        """This attention, one unit at a time."""
+
+
 _FUNCTIONS = {
     "select": "select",
     "attend_own": "attend",
@@ -190,10 +224,9 @@ _FUNCTIONS = {
 """Functions that are observed, and their names for observers."""
 
 
-def units_of(attention: LocalAttention) -> UnitAttention | None:
+def units_of(attention: LocalAttention) -> BlocksByUnit | None:
     """The attention one unit at a time, seen by those that observe the attention; None if it cannot attend so."""
     local = attention.attention if isinstance(attention, Observed) else attention
-    units: UnitAttention
     if isinstance(local, OffersUnits):
         units = local.by_unit
     elif isinstance(local, MobaAttention):
@@ -201,5 +234,5 @@ def units_of(attention: LocalAttention) -> UnitAttention | None:
     else:
         return None
     if isinstance(attention, Observed):
-        return cast(UnitAttention, Observed(units, local, attention.observers, _FUNCTIONS))
+        return cast(BlocksByUnit, Observed(units, local, attention.observers, _FUNCTIONS))
     return units

@@ -27,10 +27,10 @@ from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
+from moba_train.attention.shard import padded
 from moba_train.config.model import ModelConfig
 from moba_train.errors import number_ranges
-from moba_train.mechanisms.dispatch.blocks_by_unit import units_of
-from moba_train.mechanisms.dispatch.by_unit import UnitAttention, UnitQueries
+from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit, UnitQueries, units_of
 from moba_train.parallel.context.comm import Communicator, Ranks
 from moba_train.parallel.context.costs import TransportCost
 from moba_train.parallel.context.layout import SequenceLayout, contiguous
@@ -40,7 +40,6 @@ from moba_train.parallel.context.transport.base import (
     ShardedCall,
     Transport,
     TransportSpec,
-    padded,
     padded_lse,
     sum_dtype,
 )
@@ -197,7 +196,7 @@ class Dispatch(Transport):
 class _Owner:
     """This rank as the owner of units: rows on their way to it and back, and the layout of its own units."""
 
-    def __init__(self, communicator: Communicator, call: ShardedCall, units: UnitAttention) -> None:
+    def __init__(self, communicator: Communicator, call: ShardedCall, units: BlocksByUnit) -> None:
         self.communicator = communicator
         self.units = units
         self.sequence = call.sequence

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moba_train.mechanisms.experts.options import MoeOptions
-from moba_train.model.feed_forward import MatrixStack
-
-_ALPHA = 1.702
-"""Slope of the sigmoid of clamped experts (OpenAI 2025, arXiv:2508.10925, and its code)."""
+from moba_train.model.feed_forward import MatrixStack, clamped
 
 
 class Experts(nn.Module):
@@ -41,11 +38,7 @@ class Experts(nn.Module):
         """
         gate_nI = self.gate_proj(x_nD, ends_E)
         up_nI = self.up_proj(x_nD, ends_E)
-        if self.clamp is None:
-            hidden_nI = F.silu(gate_nI) * up_nI
-        else:
-            gate_nI = gate_nI.clamp(max=self.clamp)
-            hidden_nI = gate_nI * (_ALPHA * gate_nI).sigmoid() * (up_nI.clamp(-self.clamp, self.clamp) + 1)
+        hidden_nI = F.silu(gate_nI) * up_nI if self.clamp is None else clamped(gate_nI, up_nI, self.clamp)
         down_nD: Tensor = self.down_proj((hidden_nI * weights_n1).to(x_nD.dtype), ends_E, weights_n1)
         return down_nD
 

@@ -2,18 +2,34 @@
 queries, each with the blocks that it may see, so that scores never exist for all queries at once.
 
 Shape suffixes: n queries of the layout, N blocks of the packed sequence, B tokens of a block, l blocks that hold
-queries of the layout, t queries of a chunk.
+queries of the layout, t queries of a chunk, T tokens of the sequence, H query heads, K key/value heads, d head width,
+C selected blocks.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import block_edges, block_ids, first_blocks
 from moba_train.attention.layout import Layout, kept
+
+
+class Attended(NamedTuple):
+    """Attention whose probability in each block is asked for: that of rotated q and k with this log-sum-exp."""
+
+    q_nHd: Tensor
+    k_TKd: Tensor
+    lse_Hn: Tensor
+    selected_KnC: Tensor | None
+    """int32: the history blocks that it went to; None: all."""
+    layout: Layout
+    block_size: int
+    scale: float
+
 
 EDGES = 4
 """Blocks that a shard may share with other ranks, at most: the first and the last of its two token ranges."""

@@ -26,7 +26,7 @@ from moba_train.attention.kernels.table import triton_multiplies
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.mechanisms.gates import msa_reference, pooled_scores
-from moba_train.mechanisms.gates.grid import block_grid
+from moba_train.mechanisms.gates.grid import Attended, block_grid
 from moba_train.mechanisms.layout_operators import with_layout
 
 
@@ -120,20 +120,7 @@ def _unselected(q_index: Tensor, layout: Layout, block_size: int, count: int) ->
 
 @select.register_fake
 @partial(with_layout, traced=True)
-def _(
-    q_index: Tensor,
-    k_index: Tensor,
-    coarse: Tensor | None,
-    layout: Layout,
-    block_size: int,
-    count: int,
-    pooled: bool,
-    reference: bool,
-    first: int = 0,
-    local: int = 1,
-    top_p: float | None = None,
-    coarse_size: int = 0,
-) -> Tensor:
+def _(q_index: Tensor, k_index: Tensor, coarse: Any, layout: Layout, block_size: int, count: int, *_: Any) -> Tensor:
     return _unselected(q_index, layout, block_size, count)
 
 
@@ -183,7 +170,7 @@ def distill(
     """
     kl_n = q.new_zeros(q.shape[0], dtype=accumulation_dtype(q.dtype))
     scored = _scored(pooled, reference, q_index, q)
-    for part in scored(q_index, k_index, q, k, lse, selected, layout, block_size, scale):
+    for part in scored(q_index, k_index, Attended(q, k, lse, selected, layout, block_size, scale)):
         target_gtb = _share(part.mass_gtb)
         # Blocks that do not count have -inf here and 0 as their target, and the product is NaN.
         log_index_gtb = part.logits_gtb.log_softmax(-1).masked_fill_(target_gtb == 0, 0.0)
@@ -226,7 +213,7 @@ def _distill_backward(
     parts = min(groups, _implementation(pooled, reference, q_index, q).KEY_PARTS)
     dk_STx = k_index.new_zeros((parts, *k_index.shape), dtype=accumulation_dtype(q.dtype))
     scored = _scored(pooled, reference, q_index, q)
-    for part in scored(q_index, k_index, q, k, lse, selected, layout, block_size, scale):
+    for part in scored(q_index, k_index, Attended(q, k, lse, selected, layout, block_size, scale)):
         grad_t1 = grad_kl[part.queries, None] * (width**-0.5 / groups)
         target_gtb = _share(part.mass_gtb)
         # NaN for a query without a block that counts.

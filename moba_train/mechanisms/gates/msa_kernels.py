@@ -27,7 +27,7 @@ from moba_train.attention.kernels.common.lists import BlockLists, invert
 from moba_train.attention.kernels.common.softmax import LOG2_E
 from moba_train.attention.kernels.common.tiles import TileShape, cut_lists, tile_of_program
 from moba_train.attention.layout import Layout
-from moba_train.mechanisms.gates.grid import block_grid, causal_chunks
+from moba_train.mechanisms.gates.grid import Attended, block_grid, causal_chunks
 
 _NUMBERS_PER_BLOCK = 4
 """Numbers of a block and group for `causal_chunks`, so that 4 million scores of blocks exist at once; several copies
@@ -191,18 +191,9 @@ def block_scores(
         yield pairs.queries, pairs.blocks, scores_Ktb
 
 
-def scored(
-    q_index_nKw: Tensor,
-    k_index_Tw: Tensor,
-    q_nHd: Tensor,
-    k_TKd: Tensor,
-    lse_Hn: Tensor,
-    selected_KnC: Tensor | None,
-    layout: Layout,
-    block_size: int,
-    scale: float,
-) -> Iterator[Scored]:
+def scored(q_index_nKw: Tensor, k_index_Tw: Tensor, attended: Attended) -> Iterator[Scored]:
     """Every query of all groups: with the selected blocks and the own one, or with all, some queries at a time."""
+    q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale = attended
     if not len(q_nHd):
         return
     if selected_KnC is None:

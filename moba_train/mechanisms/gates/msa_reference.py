@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.layout import Layout
-from moba_train.mechanisms.gates.grid import block_grid, causal_chunks
+from moba_train.mechanisms.gates.grid import Attended, block_grid, causal_chunks
 
 KEY_PARTS = 1
 """Summands of the index keys' gradient that `Scored.add_gradients` is given."""
@@ -60,18 +60,9 @@ def block_scores(
         yield queries, blocks, _token_scores(q_index_nKw[queries], k_NBw[blocks], seen_tbB).amax(-1)
 
 
-def scored(
-    q_index_nKw: Tensor,
-    k_index_Tw: Tensor,
-    q_nHd: Tensor,
-    k_TKd: Tensor,
-    lse_Hn: Tensor,
-    selected_KnC: Tensor | None,
-    layout: Layout,
-    block_size: int,
-    scale: float,
-) -> Iterator[Scored]:
+def scored(q_index_nKw: Tensor, k_index_Tw: Tensor, attended: Attended) -> Iterator[Scored]:
     """Every query of every group: with the selected blocks and the own one, or with all."""
+    q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale = attended
     grid = block_grid(layout, block_size)
     dtype = accumulation_dtype(q_nHd.dtype)
     group = q_nHd.shape[1] // k_TKd.shape[1]

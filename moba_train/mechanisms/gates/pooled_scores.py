@@ -25,7 +25,7 @@ from moba_train.attention.kernels.common.geometry import query_blocks
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.table import triton_multiplies
 from moba_train.attention.layout import Layout
-from moba_train.mechanisms.gates.grid import BlockGrid, block_grid, causal_chunks, row_chunks
+from moba_train.mechanisms.gates.grid import Attended, BlockGrid, block_grid, causal_chunks, row_chunks
 
 KEY_PARTS = 1
 """Summands of the index keys' gradient that `Scored.add_gradients` is given."""
@@ -164,23 +164,12 @@ def candidate_scores(
         yield rows, ids_KtM, _scores(q_index_nKx[rows], k_KtMw).masked_fill_(~given_KtM, -torch.inf)
 
 
-def scored(
-    q_index_nKx: Tensor,
-    k_index_Ty: Tensor,
-    q_nHd: Tensor,
-    k_TKd: Tensor,
-    lse_Hn: Tensor,
-    selected_KnC: Tensor | None,
-    layout: Layout,
-    block_size: int,
-    scale: float,
-    reference: bool,
-) -> Iterator[Scored]:
+def scored(q_index_nKx: Tensor, k_index_Ty: Tensor, attended: Attended, reference: bool) -> Iterator[Scored]:
     """Every query of every group: with the selected blocks, or with all before its own."""
-    grid = block_grid(layout, block_size)
-    pooled_KNw = _pooled(k_index_Ty, k_TKd.shape[1], grid)
-    masses = block_masses(q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale, reference)
-    for groups, queries, blocks, mass_gtb in masses:
+    grid = block_grid(attended.layout, attended.block_size)
+    selected_KnC = attended.selected_KnC
+    pooled_KNw = _pooled(k_index_Ty, q_index_nKx.shape[1], grid)
+    for groups, queries, blocks, mass_gtb in block_masses(attended, reference):
         counts_gtb = _before(grid, queries, blocks).expand_as(mass_gtb)
         if selected_KnC is not None:
             ids_gtC = _places(selected_KnC[groups, queries], grid, queries, blocks)
@@ -207,34 +196,17 @@ Masses = Iterator[tuple[slice, slice, slice, Tensor]]
 """(groups, queries, blocks, attention's probability in these blocks [g, t, b], any number where it does not count)."""
 
 
-def block_masses(
-    q_nHd: Tensor,
-    k_TKd: Tensor,
-    lse_Hn: Tensor,
-    selected_KnC: Tensor | None,
-    layout: Layout,
-    block_size: int,
-    scale: float,
-    reference: bool,
-) -> Masses:
+def block_masses(attended: Attended, reference: bool) -> Masses:
     """The probability of the attention with this `lse`, summed over the heads of a group, a chunk of queries at a
     time. By kernels where they can run, unless the reference is asked for; these may skip what is not selected."""
     # Their tiles have 16 keys of a block at least: of shorter ones they would multiply padding.
-    kernels = not reference and block_size >= 16 and triton_multiplies(q_nHd)
-    masses = _masses_by_kernels if kernels else _masses
-    yield from masses(q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale)
+    kernels = not reference and attended.block_size >= 16 and triton_multiplies(attended.q_nHd)
+    return _masses_by_kernels(attended) if kernels else _masses(attended)
 
 
-def _masses(
-    q_nHd: Tensor,
-    k_TKd: Tensor,
-    lse_Hn: Tensor,
-    selected_KnC: Tensor | None,
-    layout: Layout,
-    block_size: int,
-    scale: float,
-) -> Masses:
+def _masses(attended: Attended) -> Masses:
     """In plain PyTorch, one group at a time."""
+    q_nHd, k_TKd, lse_Hn, _, layout, block_size, scale = attended
     grid = block_grid(layout, block_size)
     dtype = accumulation_dtype(q_nHd.dtype)
     group = q_nHd.shape[1] // k_TKd.shape[1]
@@ -248,23 +220,16 @@ def _masses(
             yield slice(kv_head, kv_head + 1), queries, blocks, mass_tb.unsqueeze(0)
 
 
-def _masses_by_kernels(
-    q_nHd: Tensor,
-    k_TKd: Tensor,
-    lse_Hn: Tensor,
-    selected_KnC: Tensor | None,
-    layout: Layout,
-    block_size: int,
-    scale: float,
-) -> Masses:
+def _masses_by_kernels(attended: Attended) -> Masses:
     """By the kernels of `msa`, all groups at once, float32; of the selected blocks alone, if some are."""
     from moba_train.mechanisms.gates import msa_kernels
 
+    q_nHd, k_TKd, _, selected_KnC, layout, block_size, _ = attended
     grid = block_grid(layout, block_size)
     every = slice(0, k_TKd.shape[1])
     # The kernels score tokens as well: these index queries and keys are as narrow as a tile can be.
     index = q_nHd.new_zeros((len(q_nHd), every.stop, 16)), k_TKd.new_zeros((len(k_TKd), 16))
-    for part in msa_kernels.scored(*index, q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale):
+    for part in msa_kernels.scored(*index, attended):
         if selected_KnC is None:
             yield every, part.queries, part.pairs.blocks, part.mass_gtb
             continue

@@ -84,19 +84,15 @@ def select(
     for part, blocks, logits_Hcb in _gate_logits(q_gate, k_gate, rows):
         if threshold is not None:
             logits_Hcb.masked_fill_(logits_Hcb.softmax(-1) <= threshold, -torch.inf)
-        # Counted from the chunk's first block, as the scores are.
-        own = QueryBlocks(rows.ids_l[part] - blocks.start, rows.first_l[part] - blocks.start)
-        chosen_Hcj = choose_blocks(logits_Hcb, own, count)
-        chosen_Hcj = torch.where(chosen_Hcj < 0, chosen_Hcj, chosen_Hcj + blocks.start)
+        own = QueryBlocks(rows.ids_l[part], rows.first_l[part])
+        chosen_Hcj = choose_blocks(logits_Hcb, own, count, start=blocks.start)
         selected_HlC[:, part, : chosen_Hcj.shape[2]] = chosen_Hcj
     return selected_HlC[:, rows.row_n]
 
 
 @select.register_fake
 @partial(with_layout, traced=True)
-def _(
-    q_gate: Tensor, k_gate: Tensor, layout: Layout, queries: int, block_size: int, count: int, threshold: float | None
-) -> Tensor:
+def _(q_gate: Tensor, k_gate: Tensor, layout: Layout, queries: int, block_size: int, count: int, _: Any) -> Tensor:
     listed = min(count, block_bound(layout, block_size))
     return q_gate.new_empty((q_gate.shape[1], queries, listed), dtype=torch.int32)
 
@@ -230,17 +226,8 @@ def distill(
 
 
 @distill.register_fake
-@partial(with_layout, traced=True)
-def _(
-    q_gate: Tensor,
-    k_gate: Tensor,
-    attention_map: Tensor,
-    edge_ids: Tensor,
-    edge_rows: Tensor,
-    layout: Layout,
-    queries: int,
-    block_size: int,
-) -> tuple[Tensor, Tensor]:
+def _(q_gate: Tensor, k_gate: Tensor, attention_map: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, queries, _ = rest
     return attention_map.new_empty((queries,)), torch.empty_like(attention_map)
 
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moba_train.attention.block_sparse import DenseOrSparse, listed_blocks, refused_triton, too_long
-from moba_train.attention.facets.probed import Gate, Gated, SelectedBlocks
+from moba_train.attention.facets import Gate, Gated, SelectedBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import KeySpans, QueryBlocks, query_blocks
@@ -35,7 +35,7 @@ from moba_train.attention.kind import AttentionKind, KindCosts, MicroBatch, Stag
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.moba.moba_local import pick_selector
-from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection
+from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection, head_parts
 from moba_train.attention.statistics import SOFTMAX, Statistics
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
@@ -89,7 +89,7 @@ class SharedBlocks:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         wide = torch.promote_types(q_THD.dtype, torch.float32)
         lse_HT = torch.empty(q_THD.shape[1::-1], dtype=wide, device=q_THD.device)
-        for kv, of in self._parts(selection):
+        for of, kv in self._parts(selection):
             part, spans = self._part(selection, kv, q_THD[:, of], layout)
             tensors = q_THD[:, of], k_SKD[:, kv], v_SKD[:, kv]
             out_THD[:, of], lse_HT[of] = self.blocks.attend(*tensors, layout, part, spans)
@@ -98,22 +98,18 @@ class SharedBlocks:
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
-        for kv, of in self._parts(selection):
+        for of, kv in self._parts(selection):
             some = state.part(heads=of, kv_heads=kv)
             part, spans = self._part(selection, kv, some.q, layout)
             dq[:, of], dk[:, kv], dv[:, kv] = self.blocks.attend_backward(some, layout, part, spans)
         return dq, dk, dv
 
     def _parts(self, selection: Selection) -> Iterator[tuple[slice, slice]]:
-        """Key/value heads that are attended to at once, and their query heads."""
+        """Query heads that attend at once, and their key/value heads."""
         selected_KTC, _, sizes_HL0 = selection
-        kv_heads, tokens, selected = selected_KTC.shape
-        group = len(sizes_HL0) // kv_heads
         # Ids are kept once for a group and repeated for each of its query heads here, so only for some heads at a time.
-        together = max(1, _ENTRIES // max(1, tokens * group * selected))
-        for first in range(0, kv_heads, together):
-            last = min(first + together, kv_heads)
-            yield slice(first, last), slice(first * group, last * group)
+        together = _ENTRIES // max(1, selected_KTC[0].numel() * len(sizes_HL0) // len(selected_KTC))
+        return head_parts(len(sizes_HL0), len(selected_KTC), together)
 
     def _part(
         self, selection: Selection, kv: slice, q_THD: Tensor, layout: Layout
@@ -223,9 +219,10 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
         kernels = self.options.backend != "reference"
         for rows, blocks, scores_KtN in self.scores.chunks(q_THD.detach(), windows_UKD, layout, kernels=kernels):
             # What lies before the first local block; nothing, where that is the document's first.
-            candidates = QueryBlocks(local_T2[rows, 0] - blocks.start, first_T[rows] - blocks.start)
-            chosen_KtC = choose_blocks(scores_KtN, candidates, self._listed(layout), first=self.options.first_blocks)
-            selected_KTC[:, rows, : chosen_KtC.shape[-1]] = torch.where(chosen_KtC < 0, -1, chosen_KtC + blocks.start)
+            candidates = QueryBlocks(local_T2[rows, 0], first_T[rows])
+            rule = {"first": self.options.first_blocks, "start": blocks.start}
+            chosen_KtC = choose_blocks(scores_KtN, candidates, self._listed(layout), **rule)
+            selected_KTC[:, rows, : chosen_KtC.shape[-1]] = chosen_KtC
         return self.blocks.selection(selected_KTC, q_THD, layout)
 
     def select_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:

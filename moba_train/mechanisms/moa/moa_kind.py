@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, Strict, model_validator
 from torch import Tensor, nn
 
-from moba_train.attention.facets.probed import Probed, SelectedBlocks
+from moba_train.attention.facets import Probed, SelectedBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks

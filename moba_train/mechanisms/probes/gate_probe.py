@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moba_train.attention.engine import LOCAL_ENGINE
-from moba_train.attention.facets.probed import SelectedBlocks
+from moba_train.attention.facets import SelectedBlocks
 from moba_train.attention.layout import Layout, TokenRange, joined_ranges
 from moba_train.attention.observer import AttentionCall, StatisticsObserver
 from moba_train.attention.statistics import Statistics, joined

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moba_train.attention.facets.probed import Gated, SelectedBlocks
+from moba_train.attention.facets import Gated, SelectedBlocks
 from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
 from moba_train.attention.layout import Layout

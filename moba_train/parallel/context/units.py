@@ -9,9 +9,9 @@ Shape suffixes: L rows of a shard, n tokens in it, U tokens in a rank's own unit
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,9 +79,7 @@ def rows_of_own_units(x_L: Tensor, units: OwnedUnits, sequence: SequenceLayout, 
     rank = communicator.rank
     if not units.moves:
         return x_L[: sequence.tokens(rank)]
-    sent = [_Message(move.target, move.start, move.stop) for move in units.moves if move.source == rank]
-    received = [_Message(move.source, move.start, move.stop) for move in units.moves if move.target == rank]
-    return _exchange(x_L, sequence.ranges[rank], units.ranges[rank], sent, received, communicator)
+    return _exchange(x_L, sequence.ranges[rank], units.ranges[rank], units.moves, communicator)
 
 
 def rows_of_shard(x_U: Tensor, units: OwnedUnits, sequence: SequenceLayout, communicator: Communicator) -> Tensor:
@@ -89,26 +87,12 @@ def rows_of_shard(x_U: Tensor, units: OwnedUnits, sequence: SequenceLayout, comm
     rank = communicator.rank
     if not units.moves:
         return x_U
-    sent = [_Message(move.source, move.start, move.stop) for move in units.moves if move.target == rank]
-    received = [_Message(move.target, move.start, move.stop) for move in units.moves if move.source == rank]
-    return _exchange(x_U, units.ranges[rank], sequence.ranges[rank], sent, received, communicator)
-
-
-class _Message(NamedTuple):
-    """Rows of the tokens [start, stop), sent to the rank `peer` or received from it."""
-
-    peer: int
-    start: int
-    stop: int
+    back = [replace(move, source=move.target, target=move.source) for move in units.moves]
+    return _exchange(x_U, units.ranges[rank], sequence.ranges[rank], back, communicator)
 
 
 def _exchange(
-    x: Tensor,
-    held: TokenRanges,
-    wanted: TokenRanges,
-    sent: list[_Message],
-    received: list[_Message],
-    communicator: Communicator,
+    x: Tensor, held: TokenRanges, wanted: TokenRanges, moves: Sequence[UnitMove], communicator: Communicator
 ) -> Tensor:
     """Rows of the tokens `wanted`, in their order, from `x`, the rows of the tokens `held`, and from other ranks."""
     placed: list[tuple[int, int, Tensor]] = []
@@ -124,16 +108,18 @@ def _exchange(
 
     sent_rows = [0] * communicator.size
     received_rows = [0] * communicator.size
-    for message in sent:
-        sent_rows[message.peer] += message.stop - message.start
-    for message in received:
-        received_rows[message.peer] += message.stop - message.start
-    leaving = torch.cat([x[:0], *(between(message.start, message.stop) for message in sorted(sent))])
+    sent = sorted((move for move in moves if move.source == communicator.rank), key=lambda move: move.target)
+    received = sorted((move for move in moves if move.target == communicator.rank), key=lambda move: move.source)
+    for move in sent:
+        sent_rows[move.target] += move.stop - move.start
+    for move in received:
+        received_rows[move.source] += move.stop - move.start
+    leaving = torch.cat([x[:0], *(between(move.start, move.stop) for move in sent)])
     arriving = communicator.all_to_all_uneven(leaving, sent_rows, received_rows)
 
     parts = {}
-    for message in sorted(received):
-        parts[message.start], arriving = arriving.tensor_split([message.stop - message.start])
+    for move in received:
+        parts[move.start], arriving = arriving.tensor_split([move.stop - move.start])
     for (start, stop), (begin, end) in product(held, wanted):
         if max(start, begin) < min(stop, end):
             parts[max(start, begin)] = between(max(start, begin), min(stop, end))

@@ -26,14 +26,14 @@ from moba_train.attention.kernels.common.merge import nothing_seen, with_sink
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, packed_layout
 from moba_train.attention.protocol import LocalAttention
-from moba_train.attention.shard import Shard
+from moba_train.attention.shard import Shard, padded
 from moba_train.model.block import Block
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import FEED_FORWARD_ROWS
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.context.transport.base import ShardedCall, padded
+from moba_train.parallel.context.transport.base import ShardedCall
 from moba_train.parallel.context.units import owned_units, rows_of_own_units, summaries_of_own_units
 from moba_train.parallel.world import World
 from moba_train.tools.inference.cache import Decode, full_attention

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.engine import Engine
-from moba_train.attention.facets.decodes import Decodes, decode_as_trained
-from moba_train.attention.facets.takes_selection import TakesSelection
+from moba_train.attention.facets import Decodes, TakesSelection, decode_as_trained
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.cached_keys import CachedKeys, last_tokens
 from moba_train.attention.kernels.common.merge import with_sink

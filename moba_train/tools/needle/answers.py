@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moba_train.attention.engine import LOCAL_ENGINE
-from moba_train.attention.facets.probed import Probed
+from moba_train.attention.facets import Probed
 from moba_train.attention.kernels.common.geometry import block_ids
 from moba_train.attention.layout import Layout, TokenRange
 from moba_train.attention.observer import Observer, observing

@@ -413,11 +413,11 @@ class _Step:
         cast = self._machine.rates.float8_weight_bytes if self._computation.precision.linear == "fp8" else 0.0
         shared = self._weights.total - self._alone
         gathered = GATHERED_COPIES * shared + SHARD_COPIES * self._weights.shard
-        # Gradients, bf16, into the buffer of their reduction; those that are exchanged are then added up, by compiled
+        # Gradients, bf16, into the buffer of their reduction; those that are copied are then added up, by compiled
         # code in one pass, else one by one.
         sent = self._weights.gradient_sent
         reduced = (2 + sent) * shared
-        if self._weights.exchanged:
+        if self._weights.buffers:
             again = 0 if self._computation.compiled else 8
             reduced += (sent + again) * shared + (4 - again) * (self._weights.shard - self._alone)
         copied = self._rounds * (self._gathers * gathered + reduced + cast * self._linear)

@@ -228,18 +228,6 @@ def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: P
     assert "--nodes and --gpus: given both" in both.stderr
 
 
-def test_exchanged_gradients_are_half_the_bytes(load: Load) -> None:
-    """Beside one gather of the ends and two of the blocks, in bf16."""
-    sizes = MeshSizes(dp_shard=8)
-    summed, exchanged = (
-        step(load(*LARGE, f"parallel.gradient_transport={given}"), 1, sizes)
-        for given in ("reduce_scatter", "all_to_all")
-    )
-    saved = summed.traffic["fsdp"].network - exchanged.traffic["fsdp"].network
-    gathers_of_all = summed.traffic["fsdp"].network - 2 * saved
-    assert 0 < saved < gathers_of_all < 2 * saved
-
-
 def test_fp8_saves_nothing_on_experts_whose_products_stay_in_bf16(load: Load) -> None:
     def saved(width: int) -> list[float]:
         moe = f"model.moe={{experts: 16, active: 4, intermediate_size: {width}}}"

@@ -34,16 +34,20 @@ SELECTION = KEY_SHARE | {
 
 
 def choose_blocks(
-    scores_HtN: Tensor, queries: QueryBlocks, history_blocks: int, *, first: int = 0, local: int = 1
+    scores_HtN: Tensor, queries: QueryBlocks, history_blocks: int, *, first: int = 0, local: int = 1, start: int = 0
 ) -> Tensor:
     """The `history_blocks` blocks of each query's history with the highest scores: int32 [H, t, C], ascending, -1
-    behind.
+    behind. The scores are those of N blocks from `start` on.
 
     C is `history_blocks`, or N if there are fewer. Blocks of the future and of other documents are never chosen,
     whatever their scores, nor those with a score of -inf. The `first` blocks of a document and the `local` ones that
     end with the diagonal block are chosen before all others and count towards `history_blocks`, except for the diagonal
     block, which is not listed. Of equal scores the lower block id wins.
     """
+    if start:
+        queries = QueryBlocks(queries.own_t - start, queries.first_t - start)
+        chosen_HtC = choose_blocks(scores_HtN, queries, history_blocks, first=first, local=local)
+        return chosen_HtC.add_(start * (chosen_HtC >= 0))
     history_blocks = min(history_blocks, scores_HtN.shape[-1])
     kernel = _kernel(scores_HtN)
     if kernel is not None:

@@ -32,6 +32,7 @@ class Cpu(VarlenKernel):
     """Key/value heads are repeated for the queries that share them, for one segment at a time."""
 
     name: ClassVar[str] = "torch's CPU kernel"
+    bottom_right: ClassVar[bool] = False
 
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:

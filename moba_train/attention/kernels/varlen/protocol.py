@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.table import varlen_problem
+from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients
 
 
@@ -53,11 +54,23 @@ class VarlenKernel(Protocol):
     name: ClassVar[str]
     most_segments: ClassVar[int] = 2**31 - 1
     """The most segments that one call may have."""
+    bottom_right: ClassVar[bool] = True
+    """True if a causal segment may have more keys than queries; else they are as many in every segment."""
 
     @classmethod
     def refuses(cls, q_NHD: Tensor) -> str:
         """The reason why the kernel cannot work on tensors like this one (table.py); empty if it can."""
         return varlen_problem(cls.name, q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])
+
+    @classmethod
+    def takes(cls, q_NHD: Tensor, layout: Layout) -> bool:
+        """True if the kernel computes full attention of these queries."""
+        return not cls.refuses(q_NHD)
+
+    @staticmethod
+    def pays(layout: Layout) -> bool:
+        """True if it is fast enough for full attention of this layout, given that it can do it."""
+        return True
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:

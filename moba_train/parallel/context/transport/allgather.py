@@ -13,7 +13,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import BackwardState, Gradients, Selection
+from moba_train.attention.protocol import BackwardState, Gradients, Selection, head_parts
+from moba_train.attention.shard import padded
 from moba_train.parallel.context.comm import Communicator, Ranks, Work
 from moba_train.parallel.context.costs import (
     TransportCost,
@@ -28,7 +29,6 @@ from moba_train.parallel.context.transport.base import (
     ShardedCall,
     Transport,
     TransportSpec,
-    padded,
     padded_lse,
     sum_dtype,
 )
@@ -163,10 +163,7 @@ class AllGather(Transport):
     def _slices(self, q_LHD: Tensor, k_LKD: Tensor) -> list[Heads]:
         """All heads in slices of the same width, but the last may be narrower."""
         kv_heads = k_LKD.shape[1]
-        group = q_LHD.shape[1] // kv_heads
-        width = -(-kv_heads // self.slices)
-        slices = [slice(first, min(first + width, kv_heads)) for first in range(0, kv_heads, width)]
-        return [(kv, slice(kv.start * group, kv.stop * group)) for kv in slices]
+        return [(kv, of) for of, kv in head_parts(q_LHD.shape[1], kv_heads, -(-kv_heads // self.slices))]
 
     def _gather(self, k_LKD: Tensor, v_LKD: Tensor, heads: Heads) -> Work:
         """Start gathering the keys and values of one slice from all ranks."""

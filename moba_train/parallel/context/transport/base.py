@@ -154,13 +154,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def padded(x: Tensor, rows: int) -> Tensor:
-    """`x` with zero rows appended up to `rows` rows; `x` itself if it has as many."""
-    if x.shape[0] == rows:
-        return x
-    return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
-
-
 def padded_lse(lse_Hn: Tensor, rows: int) -> Tensor:
     """[H, n] -> [H, rows]: -inf for the appended queries, which see no key."""
     return F.pad(lse_Hn, (0, rows - lse_Hn.shape[1]), value=-torch.inf)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moba_train.attention.kernels.common.merge import merge_into, nothing_seen
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection
+from moba_train.attention.shard import padded
 from moba_train.parallel.context.comm import Communicator, Ranks, Work
 from moba_train.parallel.context.costs import TransportCost, received_kv_bytes
 from moba_train.parallel.context.layout import SequenceLayout, sees
@@ -32,7 +33,6 @@ from moba_train.parallel.context.transport.base import (
     ShardedCall,
     Transport,
     TransportSpec,
-    padded,
     padded_lse,
     sum_dtype,
 )

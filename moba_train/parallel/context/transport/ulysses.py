@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection
+from moba_train.attention.shard import padded
 from moba_train.parallel.context.comm import Communicator, Ranks
 from moba_train.parallel.context.costs import (
     TransportCost,
@@ -28,7 +29,6 @@ from moba_train.parallel.context.transport.base import (
     ShardedCall,
     Transport,
     TransportSpec,
-    padded,
     padded_lse,
     sum_dtype,
 )

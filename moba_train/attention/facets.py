@@ -1,6 +1,7 @@
-"""Facets: what a selection tells to evaluations, and what a gate selects and how it scores.
+"""Abilities that only some attentions have: each facet is a class that such an attention also inherits from.
 
-Shape suffixes: T queries, n some of them, N blocks, H query heads, K key/value heads, D head width, C selected blocks.
+Shape suffixes: B sequences, T queries, n some of them, S keys, N blocks, H query heads, K key/value heads, D head
+width, C selected blocks of a query.
 """
 
 from abc import ABC, abstractmethod
@@ -8,8 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.layout import Layout
-from moba_train.attention.protocol import Selection
+from moba_train.attention.protocol import LocalAttention, Selection
 from moba_train.attention.statistics import Statistics
 
 
@@ -49,3 +51,29 @@ class Gated(ABC):
     @abstractmethod
     def gate(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Gate | None:
         """The gate of the layout's queries, wherever in the sequence these are; None: everything is selected."""
+
+
+class TakesSelection(ABC):
+    """An attention for kinds whose selection has parameters or looks at more than keys."""
+
+    @abstractmethod
+    def given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """The selection of these blocks, int32 [H, T, C], or [K, T, C] as the attention says: ascending ids of history
+        blocks, -1 behind. Its shapes and dtypes are those of `empty_selection`."""
+
+
+class Decodes(ABC):
+    """An attention that decodes by itself; any other is decoded by `decode_as_trained`."""
+
+    @abstractmethod
+    def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
+        """(out [B, H, D], lse [H, B]) of the newest token of each cached sequence, over the sequence's keys.
+
+        Equal to the last row of attention to the complete sequence.
+        """
+
+
+def decode_as_trained(attention: LocalAttention, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
+    """`Decodes.decode` by the functions of training, on a packed copy of the caches if there are several sequences."""
+    selection = attention.select(q_BHD, cached.summaries, cached.layout)
+    return attention.attend(q_BHD, cached.packed_keys(), cached.packed_values(), cached.layout, selection)
