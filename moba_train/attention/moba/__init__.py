@@ -3,6 +3,18 @@
 Attention to the selected blocks is in ../kernels. Nothing here imports torch.distributed.
 """
 
-from moba_train.attention.moba.function import moba_attention
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moba_train.attention.moba.function import moba_attention
 
 __all__ = ["moba_attention"]
+
+
+def __getattr__(name: str) -> Any:
+    """`moba_attention`, imported when it is asked for: it takes torch._dynamo, 0.4 s of commands that compute nothing."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from moba_train.attention.moba import function
+
+    return function.moba_attention
