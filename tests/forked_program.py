@@ -123,8 +123,13 @@ def _start(arguments: list[str], environment: dict[str, str], folder: Path, stre
     handler: Any = SubprocessHandler
     handler._popen = lambda _handler, command, environment: ForkedRank(command, environment)
     system: Any = os
-    system.execv = lambda _program, command: sys.exit(_become(command[1:], dict(os.environ)))
+    system.execv = _exec
     _become(arguments, environment)
+
+
+def _exec(_program: str, command: list[str]) -> None:
+    _become(command[1:], dict(os.environ))
+    sys.exit()
 
 
 def _rank(command: Sequence[str], environment: dict[str, str]) -> None:

@@ -235,7 +235,7 @@ def test_a_gloo_group_says_what_one_device_says(world: int, tmp_path: Path) -> N
 def by_two_ranks(run: Path, folder: Path, prompt_file: str) -> tuple[int | None, str, str]:  # noqa: F811
     """(exit code, stdout, stderr) of the command, whose input is TEXT."""
     asked = ["generate", str(run), "--max-new-tokens", "8", "--temperature", "0", "--gpus", "2"]
-    given, output, errors = (folder / name for name in ("given", f"output of {prompt_file}", f"errors of {prompt_file}"))
+    given, output, errors = (folder / f"{name} of {prompt_file}" for name in ("input", "output", "errors"))
     given.write_text(TEXT)
     command = ["-m", "moba_train.tools.cli", *asked, "--prompt-file", prompt_file]
     program = ForkedProgram(command, output, errors, given)

@@ -12,7 +12,7 @@ __all__ = ["moba_attention"]
 
 
 def __getattr__(name: str) -> Any:
-    """`moba_attention`, imported when it is asked for: it takes torch._dynamo, 0.4 s of commands that compute nothing."""
+    """`moba_attention`, imported when it is asked for: torch._dynamo comes with it, 0.4 s of a command."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from moba_train.attention.moba import function
