@@ -29,9 +29,10 @@ grep -q "resumed from the checkpoint of step 25" resumed
 "$alone" - <<'PYTHON'
 import sys
 import moba_train.train
+from moba_train.attention.moba import moba_kind, moba_local  # as a recipe names them
 ours = [name for name in sys.modules if name.startswith("moba_train")]
 others = [name for name in ours if name.startswith(("moba_train.mechanisms", "moba_train.tools"))]
-print(f"import moba_train.train loads {len(ours)} modules")
+print(f"train.py and MoBA load {len(ours)} modules")
 assert len(ours) <= 200 and not others, others
 assert "torch._dynamo" not in sys.modules, "0.6 s of the start-up of commands that compile nothing"
 PYTHON

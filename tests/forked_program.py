@@ -29,13 +29,22 @@ class ForkedProgram:
     """A running `python *arguments` with the environment of this process and `more`, on the CPU.
 
     It offers what the tests use of `subprocess.Popen`. What it prints goes to the file `output`, its errors to the file
-    `errors` if there is one.
+    `errors` if there is one, and the file `given` is its input. Without `output` it has no standard streams at all.
     """
 
-    def __init__(self, arguments: Sequence[str], output: Path, errors: Path | None = None, /, **more: str) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        output: Path | None,
+        errors: Path | None = None,
+        given: Path = Path(os.devnull),
+        /,
+        **more: str,
+    ) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
         self._output = output
-        self._process = forked().Process(target=_start, args=([*arguments], environment, (output, errors or output)))
+        streams = (given, output, errors or output) if output else ()
+        self._process = forked().Process(target=_start, args=([*arguments], environment, Path.cwd(), streams))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -65,7 +74,7 @@ class ForkedProgram:
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """All that it has printed, once it has ended. Kills it and fails after `timeout` seconds."""
         self._process.join(timeout)
-        output = self._output.read_text()
+        output = self._output.read_text() if self._output else ""
         if self.poll() is None:
             self.kill()
             raise AssertionError(f"it has not ended in {timeout} s: {output[-5000:]}")
@@ -102,22 +111,44 @@ class ForkedRank:
             raise subprocess.TimeoutExpired("rank", timeout or 0.0)
 
 
-def _start(arguments: list[str], environment: dict[str, str], streams: tuple[Path, Path]) -> None:
-    for number, path in enumerate(streams, start=1):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-    faulthandler.enable()
+def _start(arguments: list[str], environment: dict[str, str], folder: Path, streams: tuple[Path, ...]) -> None:
+    os.chdir(folder)
+    for number, path in enumerate(streams):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY), number)
+    if streams:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has given it another file
+        faulthandler.enable()
+    else:
+        _close_streams()
     handler: Any = SubprocessHandler
     handler._popen = lambda _handler, command, environment: ForkedRank(command, environment)
+    system: Any = os
+    system.execv = _exec
     _become(arguments, environment)
+
+
+def _exec(_program: str, command: list[str]) -> None:
+    _become(command[1:], dict(os.environ))
+    sys.exit()
 
 
 def _rank(command: Sequence[str], environment: dict[str, str]) -> None:
     """Begin with the signal handlers and the streams of a new process."""
-    sys.stdout, sys.stderr = (getattr(stream, "stream", stream) for stream in (sys.stdout, sys.stderr))
+    if sys.stdout is None:
+        _close_streams()
+    else:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  # as in `_start`
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _become([*command[1:]], environment)
+
+
+def _close_streams() -> None:
+    """Be as Python is where it begins without them: what it opened under their numbers is not passed on."""
+    os.closerange(0, 3)
+    for name in ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__"):
+        setattr(sys, name, None)
 
 
 def _become(arguments: list[str], environment: dict[str, str]) -> None:
@@ -126,7 +157,8 @@ def _become(arguments: list[str], environment: dict[str, str]) -> None:
     gc.set_threshold(*GARBAGE_SEARCHES)
     os.environ.clear()
     os.environ.update(environment)
-    for stream in (sys.stdout, sys.stderr):
+    sys.stdout, sys.stderr = (getattr(stream, "stream", stream) for stream in (sys.stdout, sys.stderr))
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True)
     program, *rest = [argument for argument in arguments if argument != "-u"]

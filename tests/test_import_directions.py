@@ -1,6 +1,7 @@
 """Who may import whom. Read from the source, so that a lazy import counts too."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Every module a file imports anywhere; `from a import b` counts as a and a.b, and relative imports are resolved.
 

@@ -25,13 +25,15 @@ from tests.guide import ROOT, blocks, commands
 FOLDERS = ("moba_train", "data_tools", "configs")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE")
 SMALL = [
-    "stages.0.tokens=12K",
-    "stages.1.tokens=12K",
-    "optim.schedule.warmup_tokens=4K",
+    "batch_tokens=2K",
+    "stages.0.micro_batch_size=4",
+    "stages.0.tokens=4K",
+    "stages.1.tokens=4K",
+    "optim.schedule.warmup_tokens=2K",
     "evaluation.sequences=2",
     "evaluation.position_wise.sequences=2",
 ]
-"""Overrides that leave each stage of the quick start three steps."""
+"""Overrides that leave each stage of the quick start two steps of half the tokens."""
 
 
 _LIST = "import json, sys, moba_train.registry as r; print(json.dumps([[*vars(r)[name]] for name in sys.argv[1:]]))"
@@ -147,7 +149,7 @@ def test_a_wheel_alone_runs_the_quick_start_of_the_guide(built: Path, tmp_path: 
     for program, *arguments in commands(quick_start):
         done([str(programs / program), *arguments, *(SMALL if arguments[0] == "train" else [])], folder)
     run = folder / "runs" / "quickstart"
-    (checkpoint,) = (run / "checkpoints").glob("step_*6")
+    (checkpoint,) = (run / "checkpoints").glob("step_*4")
     assert len([*checkpoint.glob("rank_?_0.safetensors")]) == 2, "each rank saves its part"
     assert list((run / "evaluations").glob("*.json"))
     assert (run / "report.html").is_file()

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import insert_tables, markdown
-from tests.attention.test_gluon_compiles import forward_pass, one_pass
-from tests.attention.test_triton_compiles import KIBIBYTES, GPUTarget, compile_for_hopper, kernels_at, triton
+from tests.attention.compiled_gluon import forward_pass, one_pass
+from tests.attention.compiled_triton import KIBIBYTES, GPUTarget, compile_for_hopper, kernels_at, triton
 
 PAGE = Path(__file__).parents[2] / "benchmarks" / "measured" / "kernel-resources.md"
 TARGETS: list[tuple[str, Any, int]] = [*(("cuda", name, 32) for name in sorted(KIBIBYTES)), ("hip", "gfx942", 64)]

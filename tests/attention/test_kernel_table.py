@@ -212,3 +212,15 @@ def test_the_example_of_the_lists_is_true() -> None:
 
     result = doctest.testmod(lists)
     assert (result.failed, result.attempted > 8) == (0, True)
+
+
+def test_lists_whose_last_part_would_end_beyond_int32_are_refused() -> None:
+    """Fewer entries than 2**31, but not so many whole parts: the kernels would count to a negative end."""
+    pytest.importorskip("triton")
+    from moba_train.attention.kernels.common import lists
+
+    tokens, group, selected, blocks = 1_056_832, 16, 127, 258
+    chunks, chunk = lists.chunking(tokens, group * selected, blocks)
+    assert tokens * group * selected < 2**31 <= chunks * chunk
+    with pytest.raises(ValueError, match=r"are 2147482624 entries; fewer than 2147483648, up to rounding, allowed"):
+        lists.invert(torch.empty(group, tokens, selected, dtype=torch.int32, device="meta"), 1, blocks)

@@ -170,7 +170,8 @@ def worker(cases: list[Case], output: str) -> None:
             if shard.engine is not None:
                 model.set_engines([shard.engine] * config.model.layers)
             sharded = sizes.dp_replicate * sizes.dp_shard * sizes.cp > 1
-            found = results(model, config, shard, repeat=2 if sharded or world.size == 2 else 1)
+            repeated = world.size == 2 or (sharded and world.size == 4)  # more take as long as all these together
+            found = results(model, config, shard, repeat=2 if repeated else 1)
             layers, ends = Gradients(model).norms_by_module()
             found |= {f"norm of layer {i}": torch.tensor(norm) for i, norm in enumerate(layers)}
             found |= {f"norm of {name}": torch.tensor(norm) for name, norm in ends.items()}

@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from moba_train.attention.kernels.common.tiles import tile_shapes  # noqa: E402
 from moba_train.attention.kernels.table import _GLUON_TRITON  # noqa: E402
-from tests.attention.test_triton_compiles import (  # noqa: E402
+from tests.attention.compiled_triton import (  # noqa: E402
     FLOATS,
     HALF,
     HOPPER,

@@ -1,5 +1,5 @@
-"""The docs site: it builds, its links and images lead somewhere, nothing comes from another host, and a page that is
-broken stops the build."""
+"""The docs site, called by `.ci/run site`: it builds, its links and images lead somewhere, nothing comes from another
+host, and a page that is broken stops the build."""
 
 import re
 import shutil
@@ -40,7 +40,7 @@ class Html(HTMLParser):
 
 
 def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """Build the site of the repository at `root` as CI does."""
+    """Build the site of the repository at `root`, warnings being errors."""
     options = ["-q", "-W", "--keep-going", "-c", str(root / "docs"), str(root), str(site)]
     return run_forked([sys.executable, "-m", "sphinx.__main__", *options])
 

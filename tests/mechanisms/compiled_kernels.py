@@ -12,7 +12,7 @@ from moba_train.mechanisms.gates import seer_kernel as seer
 from moba_train.mechanisms.gates import short_block_kernels as short
 from moba_train.mechanisms.infllm_v2 import score_kernels as infllm_v2
 from moba_train.mechanisms.nsa import selection_kernel as nsa
-from tests.attention.test_triton_compiles import SHARED_LIMIT, compile_for_hopper, fits, sizes, spilled_bytes
+from tests.attention.compiled_triton import SHARED_LIMIT, compile_for_hopper, fits, sizes, spilled_bytes
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16")])
