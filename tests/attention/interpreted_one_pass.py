@@ -1,4 +1,4 @@
-"""Gradients of long blocks by kernels in Gluon, from their own source; `.ci/run kernels` starts it."""
+"""Gradients of long blocks by kernels in Gluon, from their own source; `.ci/run interpreted` starts it."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The forward pass of long blocks by kernels in Gluon, from their own source; `.ci/run kernels` starts it."""
+"""The forward pass of long blocks by kernels in Gluon, from their own source; `.ci/run interpreted` starts it."""
 
 from typing import Any
 

@@ -122,7 +122,7 @@ def _check_overflow_at_once(semantic: Any) -> None:
 @functools.cache
 def quicken() -> None:
     """Apply all six to this process, which must have been started with TRITON_INTERPRET=1."""
-    assert interpreted(), "start this with TRITON_INTERPRET=1, as .ci/run kernels does"
+    assert interpreted(), "start this with TRITON_INTERPRET=1, as .ci/run interpreted does"
     if "_patch_lang(self.fn)" in inspect.getsource(interpreter.InterpretedFunction.__call__):
         _patch_once(interpreter.InterpretedFunction)
     if "np_types" in inspect.getsource(interpreter._get_np_dtype):
