@@ -97,7 +97,7 @@ def test_help_of_the_job_script_is_found_from_another_folder() -> None:
             "MOBA_PYTHON: given './old'; allowed: a Python of 3.11",
         ),
         ("multinode.sh", ["a.yaml"], {"NODE_RANK": "1"}, "NODE_RANK: given 1; allowed: 0 to NODES - 1, which is 0"),
-        ("../.ci/run", ["lint", "type"], {}, "given 'type'; allowed: lint types generated site tests core interpreted "),
+        ("../.ci/run", ["lint", "type"], {}, "given 'type'; allowed: lint types generated site tests core inter"),
         (
             "smollm2.sh",
             ["tune"],
