@@ -54,7 +54,7 @@ def test_of_equal_gates_the_lower_block_wins(dtype: torch.dtype, device: torch.d
     assert as_lists(selected_by(flat_q, flat_k, [80], block_size=2, topk=4))[0][79] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("gate", [float("-inf"), -3e38, 3e38, float("inf")])
+@pytest.mark.parametrize("gate", [float("-inf"), -3e38, 3e38, float("inf"), float("nan")])
 @pytest.mark.parametrize("topk", [2, 3, 10])
 def test_whatever_the_gates_exactly_topk_minus_1_candidates_are_selected(
     gate: float, topk: int, device: torch.device

@@ -57,6 +57,8 @@ def choose_blocks(
     history_tN = (first_t1 <= ids_N) & (ids_N < diagonal_t1)
     # Forced blocks get the score +inf, so that they are among the best and count towards `history_blocks`.
     forced_tN = history_tN & ((ids_N < first_t1 + first) | (ids_N > diagonal_t1 - local))
+    # NaN, the highest of all to `topk`, equals nothing: the comparisons of `_highest` would choose any block for it.
+    scores_HtN = scores_HtN.nan_to_num(torch.finfo(scores_HtN.dtype).max, torch.inf, -torch.inf)
     scores_HtN = scores_HtN.masked_fill(~history_tN, -torch.inf).masked_fill(forced_tN, torch.inf)
     values_HtC, chosen_HtC = _highest(scores_HtN, history_blocks)
     chosen_HtC = torch.where(values_HtC == -torch.inf, len(ids_N), chosen_HtC).sort(-1).values
