@@ -191,12 +191,17 @@ def _evaluation(
 
 def _missing(todo: Sequence[Step]) -> list[Step]:
     """Steps to run, in order: those that are not done. A training whose weights stayed on another machine is one of
-    them if a step to run reads these."""
+    them if a step to run reads these; for the export alone nothing is trained again."""
     found: list[Step] = []
+    elsewhere = set()
     for step in reversed(todo):
-        if not (step.done or (step.measured and not any(one.reads_weights(step) for one in found))):
+        if step.done:
+            continue
+        if step.measured and not any(one.reads_weights(step) for one in found if one.name != "export"):
+            elsewhere.add(step.name)
+        else:
             found.insert(0, step)
-    return found
+    return [step for step in found if not (step.name == "export" and step.needs & elsewhere)]
 
 
 def run_steps(
@@ -216,7 +221,8 @@ def run_steps(
     waiting = _missing(todo)
     for step in todo:
         if step not in waiting:
-            say(f"{numbers[step.name]}: done before")
+            done = step.trains or step.done
+            say(f"{numbers[step.name]}: {'done before' if done else 'left out, as its weights are on another machine'}")
     free = [*places]
     running: dict[Future[int], tuple[Step, Place, float]] = {}
     problem = ""
