@@ -2,9 +2,11 @@
 
 import gc
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -59,13 +61,14 @@ class Ranks:
             }
             self.pipes[rank].send((program, arguments, {key: str(value) for key, value in environment.items()}))
         deadline = time.monotonic() + 300  # where nothing is cached, compiling takes a minute of a quiet core
-        reusable = True
+        answers: list[tuple[Any, bool]] = []
         for rank in range(ranks):
-            assert self.pipes[rank].poll(max(0.0, deadline - time.monotonic())), f"rank {rank} does not come back"
-            result, is_reusable = self.pipes[rank].recv()
-            assert result == 0, f"rank {rank} failed; see its output"
-            reusable &= is_reusable
-        if not reusable:
+            back = self.pipes[rank].poll(max(0.0, deadline - time.monotonic()))
+            assert back, f"rank {rank} does not come back; those before it: {answers}"
+            answers.append(self.pipes[rank].recv())
+        # All of them: one that fails makes others fail, too.
+        assert all(result == 0 for result, _ in answers), f"results of the ranks: {[result for result, _ in answers]}"
+        if not all(is_reusable for _, is_reusable in answers):
             self.close()
 
     def start(self, ranks: int) -> None:
@@ -124,7 +127,9 @@ def _work(pipe: Connection) -> None:
 
 
 def free_port() -> int:
-    """A port on which no process listens now."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+    """A port on which no process listens, below those from 32768 on that Linux gives to whichever process asks next."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
