@@ -67,7 +67,9 @@ class Ranks:
             assert back, f"rank {rank} does not come back; those before it: {answers}"
             answers.append(self.pipes[rank].recv())
         # All of them: one that fails makes others fail, too.
-        assert all(result == 0 for result, _ in answers), f"results of the ranks: {[result for result, _ in answers]}"
+        results = [result for result, _ in answers]
+        failed = [f"rank {rank} failed" for rank, result in enumerate(results) if result != 0]
+        assert not failed, f"{', '.join(failed)}; results: {results}"
         if not all(is_reusable for _, is_reusable in answers):
             self.close()
 
