@@ -229,7 +229,8 @@ class EqualTime(Figure):
                         [loss - ends[one["seed"]] for _, loss in curve[:points]]
                         for one, curve in zip(own, curves, strict=True)
                     ]
-                    band(axes, x, above_full, _COLOURS[kind], label, marker="o" if points == 1 else "")
+                    named = label.removesuffix(", then full")
+                    band(axes, x, above_full, _COLOURS[kind], named, marker="o" if points == 1 else "")
         for axes, label in zip(panels[:2], ("seconds, by measured rates", "million tokens"), strict=True):
             axes.set_xlabel(label)
             axes.set_xlim(left=0)
