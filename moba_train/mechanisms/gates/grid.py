@@ -30,7 +30,7 @@ class Attended(NamedTuple):
     block_size: int
     scale: float
     every: int = 1
-    """The queries are every N-th of the layout."""
+    """The queries are every N-th of each document in the layout."""
 
     @property
     def grid(self) -> "BlockGrid":
@@ -79,7 +79,7 @@ class BlockGrid:
 
 @kept
 def block_grid(layout: Layout, block_size: int, every: int = 1) -> BlockGrid:
-    """The grid of a layout of any queries, of which it has every N-th, and all keys."""
+    """The grid of a layout of any queries, of which it has every N-th of each document, and all keys."""
     host = _on_host(layout)
     device = layout.cu_seqlens.device
     edges = block_edges(host, block_size).long()
@@ -141,7 +141,7 @@ def query_rows_bound(queries: int, layout: Layout, block_size: int, every: int =
 
 @kept
 def query_rows(layout: Layout, block_size: int, every: int = 1) -> QueryRows:
-    """The rows of a layout, of every N-th block."""
+    """The rows of a layout, of every N-th block of each document."""
     host = _on_host(layout)
     device = layout.cu_seqlens.device
     grid = block_grid(layout, block_size)
