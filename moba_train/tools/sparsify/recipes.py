@@ -49,8 +49,8 @@ _KL_WEIGHT = 0.1
 the scorer's norm was 5.4 in SmolLM2-135M, the model's about 0.3, and the model's spikes were not cut
 (benchmarks/measured/sparsify.md)."""
 _KL_EVERY = 8
-"""A scorer learns from every eighth query. The divergence of all took 1.3 times as long as both passes of full attention,
-and the gradient of an eighth is closer to that of all than that of another text is (benchmarks/measured/sparsify.md)."""
+"""A scorer learns from every eighth query. The divergence of all took 1.3 times as long as full attention's two passes,
+and the gradient of an eighth is closer to that of all than another text's is (benchmarks/measured/sparsify.md)."""
 _BUCKETS = 16
 """Parts of a sequence whose losses are measured apart."""
 _BASE_POWER = 5 / 3
