@@ -79,11 +79,13 @@ def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, An
     if len(recipe["stages"]) > 1:
         frozen = own | {"train_gate": False}
         found["frozen-scorer"] = [f"attention.{kind}.train_gate=false", *in_groups(kind, frozen)]
+        found["every-query"] = [f"attention.{kind}.kl_every=1", *in_groups(kind, own | {"kl_every": 1})]
         found["sparse-quarter"] = [f"stages.0.tokens={tokens - tokens // 4}", f"stages.1.tokens={tokens // 4}"]
         for name, other in (("qsa", 4), ("seer", 64)):
             if budget < 2 * other:
                 continue
-            section = recipes.selects(name, other, budget // other) | {"kl_weight": own["kl_weight"]}
+            learns = {"kl_weight": own["kl_weight"], "kl_every": own.get("kl_every", 1)}
+            section = recipes.selects(name, other, budget // other) | learns
             stages = json.dumps([recipe["stages"][0] | {"attention": recipes.in_full(name)}, last])
             chosen = [f"attention.default={name}", f"attention.{name}={json.dumps(section)}", f"stages={stages}"]
             chosen.append(f"optim.lr_factors={json.dumps(recipes.scorer_rate(name))}")

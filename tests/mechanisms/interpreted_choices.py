@@ -87,13 +87,13 @@ def test_scores_of_blocks_equal_plain_pytorch(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "heads", "kv_heads", "widths", "block_size", "count", "dtype", "ranges"),
+    ("lengths", "heads", "kv_heads", "widths", "block_size", "count", "dtype", "ranges", "every"),
     [
-        ([130, 0, 1, 70], 4, 2, (64, 64), 64, 1, torch.float32, None),
-        ([150, 40], 3, 1, (64, 32), 80, 9, torch.float16, None),
-        ([210], 2, 1, (128, 64), 200, 1, torch.float32, None),
-        ([200, 20], 2, 1, (64, 16), 40, 2, torch.float32, ((40, 70), (150, 201))),
-        ([90], 9, 9, (64, 16), 64, 1, torch.float32, None),
+        ([130, 0, 1, 70], 4, 2, (64, 64), 64, 1, torch.float32, None, 1),
+        ([150, 40], 3, 1, (64, 32), 80, 9, torch.float16, None, 3),
+        ([210], 2, 1, (128, 64), 200, 1, torch.float32, None, 1),
+        ([200, 20], 2, 1, (64, 16), 40, 2, torch.float32, ((40, 70), (150, 201)), 4),
+        ([90], 9, 9, (64, 16), 64, 1, torch.float32, None, 1),
     ],
 )
 def test_index_branches_select_and_learn_as_in_plain_pytorch(
@@ -105,6 +105,7 @@ def test_index_branches_select_and_learn_as_in_plain_pytorch(
     count: int,
     dtype: torch.dtype,
     ranges: tuple[tuple[int, int], ...] | None,
+    every: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Selected blocks, the divergence and its gradients: over the selected blocks, and over all of them."""
@@ -130,7 +131,7 @@ def test_index_branches_select_and_learn_as_in_plain_pytorch(
         results = []
         for in_plain in (False, True):
             leaves = [x.detach().requires_grad_() for x in index]
-            sizes = block_size, width**-0.5, False, in_plain
+            sizes = block_size, width**-0.5, False, in_plain, every
             divergence = index_operators.distill(*leaves, q, k, lse, selected, *where, *sizes)
             results.append([divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)])
         for name, a, b in zip(("divergence", "dq", "dk"), *results, strict=True):
@@ -138,11 +139,11 @@ def test_index_branches_select_and_learn_as_in_plain_pytorch(
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "block_size", "dtype", "ranges"),
+    ("heads", "kv_heads", "block_size", "dtype", "ranges", "every"),
     [
-        (4, 2, 16, torch.float32, None),
-        (3, 1, 24, torch.float16, None),
-        (2, 2, 40, torch.float32, ((40, 70), (150, 201))),
+        (4, 2, 16, torch.float32, None, 1),
+        (3, 1, 24, torch.float16, None, 3),
+        (2, 2, 40, torch.float32, ((40, 70), (150, 201)), 4),
     ],
 )
 def test_indexers_learn_from_the_kernels_probabilities_as_in_plain_pytorch(
@@ -151,6 +152,7 @@ def test_indexers_learn_from_the_kernels_probabilities_as_in_plain_pytorch(
     block_size: int,
     dtype: torch.dtype,
     ranges: tuple[tuple[int, int], ...] | None,
+    every: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The divergence and its gradients: over the selected blocks, and over all of them."""
@@ -172,7 +174,7 @@ def test_indexers_learn_from_the_kernels_probabilities_as_in_plain_pytorch(
         results = []
         for in_plain in (False, True):
             leaves = [x.clone().requires_grad_() for x in index]
-            sizes = block_size, 64**-0.5, True, in_plain
+            sizes = block_size, 64**-0.5, True, in_plain, every
             divergence = index_operators.distill(*leaves, q, k, lse, selected, *where, *sizes)
             results.append([divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)])
         for name, a, b in zip(("divergence", "dq", "dk"), *results, strict=True):
@@ -180,11 +182,11 @@ def test_indexers_learn_from_the_kernels_probabilities_as_in_plain_pytorch(
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "block_size", "ranges"),
-    [(4, 2, 64, None), (3, 1, 40, ((40, 70), (150, 201)))],
+    ("heads", "kv_heads", "block_size", "ranges", "every"),
+    [(4, 2, 64, None, 1), (3, 1, 40, ((40, 70), (150, 201)), 1), (2, 1, 20, ((40, 70), (150, 201)), 2)],
 )
 def test_largest_probabilities_of_two_blocks_equal_plain_pytorch(
-    heads: int, kv_heads: int, block_size: int, ranges: tuple[tuple[int, int], ...] | None
+    heads: int, kv_heads: int, block_size: int, ranges: tuple[tuple[int, int], ...] | None, every: int
 ) -> None:
     layout = layout_of([150, 0, 1, 60], "cpu")
     q, k, _, _ = inputs([211], heads, kv_heads, 64, torch.float32, "cpu")
@@ -193,7 +195,7 @@ def test_largest_probabilities_of_two_blocks_equal_plain_pytorch(
     rows = layout.q_tokens
     ours, plain = (
         seer_operators.attention_map(
-            q[rows], k, lse[:, rows], *layout_arguments(layout), block_size, 64**-0.5, in_plain
+            q[rows], k, lse[:, rows], *layout_arguments(layout), block_size, 64**-0.5, in_plain, every
         )
         for in_plain in (False, True)
     )

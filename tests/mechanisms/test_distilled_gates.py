@@ -55,6 +55,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "msa frozen": ("msa", MSA | {"train_gate": False}),
     "msa, keys of groups, warmup": ("msa", MSA | {"index_keys": "group", "mode": "warmup", "kl_weight": 0.5}),
     "msa, keys of groups": ("msa", MSA | {"index_keys": "group"}),
+    "seer, every second block": ("seer", SEER | {"train_gate": True, "kl_every": 2}),
+    "msa warmup, every third query": ("msa", MSA | {"mode": "warmup", "kl_weight": 0.5, "kl_every": 3}),
+    "msa, keys of groups, every third query": ("msa", MSA | {"index_keys": "group", "kl_every": 3}),
 }
 each = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
 
@@ -92,9 +95,15 @@ def oracle(layer: Layer) -> list[Tensor]:
         first += length
         out, divergence = own(layer, *(x[rows] for x in layer.inputs()))
         outputs.append(out)
-        divergences.append(divergence)
+        divergences.append(every_nth(divergence, options, options.block_size if layer.kind.name == "seer" else 1))
     learns = options.mode == "warmup" or options.train_gate
     return [torch.cat(outputs), options.kl_weight * torch.cat(divergences)] if learns else [torch.cat(outputs)]
+
+
+def every_nth(divergence: Tensor, options: Any, unit: int = 1) -> Tensor:
+    """Of each `kl_every` queries of a document, or runs of `unit` queries, the middle one's, as many times."""
+    every = options.kl_every
+    return torch.where(torch.arange(len(divergence)) // unit % every == every // 2, every * divergence, 0.0)
 
 
 def seer_document(layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,6 +192,13 @@ def test_other_groups_of_heads(name: str, kv_heads: int) -> None:
     torch.testing.assert_close(results(layer), results(layer, oracle), rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", ["seer", "msa", "qsa"])
+def test_a_document_may_have_no_query_that_counts(name: str) -> None:
+    layer = make_layer(name, {"block_size": BLOCK, "topk": 3, "train_gate": True, "kl_every": 100}, LENGTHS)
+    (_, divergence), _, parameters = results(layer)
+    assert not any(x.any() for x in (divergence, *parameters.values()))
+
+
 @pytest.mark.parametrize("name", ["seer", "msa"])
 @pytest.mark.parametrize("mode", ["warmup", "sparse"])
 def test_with_every_block_it_is_full_attention(name: str, mode: str) -> None:
@@ -256,7 +272,7 @@ def test_full_decoding_of_msa_attends_to_everything() -> None:
 
 @pytest.mark.parametrize("name", ["seer", "msa"])
 def test_compiled_layers_give_equal_numbers(name: str) -> None:
-    layer = make_layer(name, {"block_size": BLOCK, "topk": 3, "train_gate": True}, LENGTHS)
+    layer = make_layer(name, {"block_size": BLOCK, "topk": 3, "train_gate": True, "kl_every": 2}, LENGTHS)
     compiled = torch.compile(run_layer, backend="aot_eager")
     torch.testing.assert_close(results(layer, compiled), results(layer), rtol=0, atol=1e-12)
 
@@ -282,22 +298,25 @@ def test_flops_are_those_of_the_products(name: str, options: dict[str, Any]) -> 
     learns = options.get("mode") == "warmup" or options.get("train_gate", name == "msa")
     full_pairs, attended = sum(length**2 for length in LENGTHS) / 2, kind.costs(MODEL).pairs(LENGTHS)
     of_pair = 2 * heads * MODEL.head_width  # one product of q and k
+    every, sparse = options.get("kl_every", 1), options.get("mode") != "warmup"
     counted = 6 * of_pair * attended
     if name == "seer":
         blocks = [-(-length // BLOCK) for length in LENGTHS]
         matrices = 2 * (heads + 3 * kv_heads) * MODEL.head_width * 6 * sum(blocks)
         scores = 2 * heads * 6 * sum(count**2 for count in blocks) / 2
-        counted += 2 * matrices + 3 * scores + of_pair * full_pairs if learns else matrices + scores
-        if learns and options.get("mode") != "warmup":  # full attention besides, for its map
+        counted += matrices + scores * sparse
+        if learns:
+            counted += matrices + ((2 if sparse else 3) * scores + of_pair * full_pairs) / every
+        if learns and sparse:  # full attention besides, for its map
             counted += 2 * of_pair * full_pairs
     else:
         keys = kv_heads if options.get("index_keys") == "group" else 1
         matrices = 2 * MODEL.hidden_size * (kv_heads + keys) * 6 * tokens
         scores = 2 * kv_heads * 6
-        counted += matrices + scores * full_pairs
+        counted += matrices + scores * full_pairs / (1 if sparse else every)
         if learns:  # a block's score is that of one token
-            counted += matrices + of_pair * attended + 2 * scores * attended / BLOCK
-    assert kind.costs(MODEL).flops(LENGTHS) == counted
+            counted += matrices + (of_pair * attended + 2 * scores * attended / BLOCK) / every
+    assert kind.costs(MODEL).flops(LENGTHS) == pytest.approx(counted, rel=1e-12)
 
 
 @each
@@ -306,7 +325,7 @@ def test_saved_bytes_are_those_of_the_selected_blocks_and_the_target(name: str, 
     learns = options.get("mode") == "warmup" or options.get("train_gate", name == "msa")
     sparse = options.get("mode") != "warmup"
     selected = 2 * 4 * MODEL.heads * (options["topk"] - 1) if sparse else 0
-    target = 4 * MODEL.heads * 16 // BLOCK if learns and name == "seer" else 0
+    target = 4 * MODEL.heads * 16 // (BLOCK * options.get("kl_every", 1)) if learns and name == "seer" else 0
     assert token_bytes(kind).saved == selected + target
 
 

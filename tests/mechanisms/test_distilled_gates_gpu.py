@@ -23,6 +23,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seer warmup": ("seer", {"mode": "warmup"}),
     "seer sparse": ("seer", {"train_gate": True}),
     "msa warmup": ("msa", {"mode": "warmup"}),
+    "msa warmup, every eighth query": ("msa", {"mode": "warmup", "kl_every": 8}),
     "msa sparse": ("msa", {}),
     "msa, keys of groups": ("msa", {"index_keys": "group"}),
     "indexer warmup": ("indexer", {"mode": "warmup"}),
@@ -148,10 +149,10 @@ def test_index_branches_of_msa_equal_float64(
     _, lse = LOCAL_ENGINE(q, k, v, FullAttention(FullAttention.Options(), head_dim), layout)
     sizes = block_size, head_dim**-0.5, False
     with torch.enable_grad():
-        for blocks in (None, selected):
-            arguments = q, k, lse, blocks, *where, *sizes, False
+        for blocks, every in ((None, 1), (selected, 1), (None, 8), (selected, 8)):
+            arguments = q, k, lse, blocks, *where, *sizes, False, every
             got, again = distilled(index, *arguments), distilled(index, *arguments)
-            want = distilled(exact, q.double(), k.double(), lse.double(), blocks, *where, *sizes, True)
+            want = distilled(exact, q.double(), k.double(), lse.double(), blocks, *where, *sizes, True, every)
             assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
             for name, one, other, limit in zip("kl dq dk".split(), got, want, (1e-3, 1e-2, 1e-2), strict=True):  # noqa: SIM905
                 assert error(one, other) < limit, name
@@ -166,10 +167,11 @@ def test_the_map_that_seer_learns_equals_float64(head_dim: int, block_size: int,
     q, k, v = (x.detach() for x in make_qkv(layout.total, 8, 2, head_dim, device, torch.bfloat16))
     _, lse = LOCAL_ENGINE(q, k, v, FullAttention(FullAttention.Options(), head_dim), layout)
     arguments = *layout_arguments(layout), block_size, head_dim**-0.5
-    got, *_ = seer_operators.attention_map(q, k, lse, *arguments, False)
-    want, *_ = seer_operators.attention_map(q.double(), k.double(), lse.double(), *arguments, True)
-    assert (want > 0).any()
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=0)
+    for every in (1, 3):
+        got, *_ = seer_operators.attention_map(q, k, lse, *arguments, False, every)
+        want, *_ = seer_operators.attention_map(q.double(), k.double(), lse.double(), *arguments, True, every)
+        assert (want > 0).any()
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=0)
 
 
 def milliseconds(layer: Layer) -> float:

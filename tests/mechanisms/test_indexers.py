@@ -20,7 +20,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.gates import grid
 from moba_train.tools.convert.hf_export import layer_problem
 from tests.attention.kind_checks import MODEL, Layer, kept_bytes, make_layer, results, run_layer, token_bytes
-from tests.mechanisms.test_distilled_gates import assert_learns, chosen, document_attention, kl, rotated
+from tests.mechanisms.test_distilled_gates import assert_learns, chosen, document_attention, every_nth, kl, rotated
 
 LENGTHS = [12, 0, 1, 27]
 QSA = {"block_size": 4, "topk": 3, "index_dim": 6}
@@ -30,6 +30,7 @@ TWO_STAGES = {"block_size": 2, "topk": 6, "local_blocks": 3, "index_dim": 4, "co
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qsa warmup": ("qsa", QSA | {"mode": "warmup", "kl_weight": 0.5}),
     "qsa sparse": ("qsa", QSA),
+    "qsa, every third query": ("qsa", QSA | {"kl_every": 3}),
     "qsa frozen": ("qsa", QSA | {"train_gate": False}),
     "tokens": ("indexer", {"block_size": 1, "topk": 9, "first_blocks": 2, "local_blocks": 3, "index_dim": 6}),
     "heads warmup": ("indexer", TWO_HEADS | {"mode": "warmup"}),
@@ -81,7 +82,7 @@ def oracle_document(layer: Layer, rows: slice) -> tuple[Tensor, Tensor]:
             of_group = p.detach()[group * heads // groups : (group + 1) * heads // groups, token]
             mass = torch.stack([of_group[:, e * size : (e + 1) * size].sum() for e in history])
             divergence[token] = divergence[token] + kl(mass / mass.sum(), logits) / groups
-    return out, divergence
+    return out, every_nth(divergence, options)
 
 
 def token_scores(layer: Layer, x: Tensor, groups: int) -> Callable[[int, int, int], Tensor]:
@@ -233,7 +234,7 @@ def test_flops_are_those_of_the_products(name: str, options: dict[str, Any]) -> 
         gate = moba.flops(LENGTHS) - 6 * of_pair * searched
     counted = 6 * of_pair * attended + gate + matrices * (1 + learns) + scores * searched / options["block_size"]
     if learns:
-        counted += of_pair * attended + 2 * scores * attended / options["block_size"]
+        counted += (of_pair * attended + 2 * scores * attended / options["block_size"]) / options.get("kl_every", 1)
     assert kind.costs(MODEL).flops(LENGTHS) == pytest.approx(counted, rel=1e-12)
 
 

@@ -54,6 +54,12 @@ class GateOptions(Section):
     kl_weight: float = Field(
         1.0, gt=0, description="factor on the gate's KL divergence, the auxiliary loss, which trains the gate alone"
     )
+    kl_every: int = Field(
+        1,
+        ge=1,
+        description="the divergence of every N-th query of a document, each counted N times, so that its mean is about "
+        "that of all; seer: of every N-th block of queries; 1: of all",
+    )
     backend: Literal["auto", "triton", "composed", "reference"] = Field(
         "auto",
         description="how attention to the selected blocks is computed; triton: kernels for CUDA and 16-bit dtypes; "
@@ -135,7 +141,8 @@ class DistilledGate(AttentionKind):
         lse_Hn: Tensor,
         selected_HnC: Tensor | None,
     ) -> Tensor:
-        """The gate's KL divergence for each query of the shard, float32 or float64 [n] in nats.
+        """The gate's KL divergence for each query of the shard, float32 or float64 [n] in nats; of every
+        `kl_every`-th, as many times, and 0 for the others.
 
         From rotated q and k without gradient. `selected_HnC`: what the attention with this `lse` went to; None: to
         everything. Called on all ranks together.

@@ -3,7 +3,7 @@ queries, each with the blocks that it may see, so that scores never exist for al
 
 Shape suffixes: n queries of the layout, N blocks of the packed sequence, B tokens of a block, l blocks that hold
 queries of the layout, t queries of a chunk, T tokens of the sequence, H query heads, K key/value heads, d head width,
-C selected blocks.
+C selected blocks. With `every`, n are every N-th query of the layout, l every N-th block, by their places in documents.
 """
 
 from collections.abc import Iterator
@@ -29,6 +29,13 @@ class Attended(NamedTuple):
     layout: Layout
     block_size: int
     scale: float
+    every: int = 1
+    """The queries are every N-th of each document in the layout."""
+
+    @property
+    def grid(self) -> "BlockGrid":
+        """The blocks, and where the queries are among them."""
+        return block_grid(self.layout, self.block_size, self.every)
 
 
 EDGES = 4
@@ -46,6 +53,8 @@ class BlockGrid:
     """int64: index of each block's tokens in the packed sequence; also a valid index where there is no token."""
     present_NB: Tensor
     """bool: True where there is a token. Short and unused blocks have places without one."""
+    rows_n: Tensor
+    """int64: row of each query among the layout's."""
     tokens_n: Tensor
     """int64: index of each query in the packed sequence."""
     own_n: Tensor
@@ -69,8 +78,8 @@ class BlockGrid:
 
 
 @kept
-def block_grid(layout: Layout, block_size: int) -> BlockGrid:
-    """The grid of a layout of any queries and all keys."""
+def block_grid(layout: Layout, block_size: int, every: int = 1) -> BlockGrid:
+    """The grid of a layout of any queries, of which it has every N-th of each document, and all keys."""
     host = _on_host(layout)
     device = layout.cu_seqlens.device
     edges = block_edges(host, block_size).long()
@@ -78,17 +87,25 @@ def block_grid(layout: Layout, block_size: int) -> BlockGrid:
     present_NB = tokens_NB < edges[1:, None]
     # Made on the CPU and copied: `causal_chunks` needs these numbers in Python, and to read them back it would wait for
     # the GPU.
-    own_n = block_ids(host.q_tokens, host.q_documents, host, block_size)
-    first_n = first_blocks(host.cu_seqlens, block_size)[host.q_documents]
+    rows_n = _every(host.positions(host.q_tokens, host.q_documents), every).nonzero().flatten()
+    tokens_n, documents_n = host.q_tokens[rows_n], host.q_documents[rows_n]
+    own_n = block_ids(tokens_n, documents_n, host, block_size)
+    first_n = first_blocks(host.cu_seqlens, block_size)[documents_n]
     return BlockGrid(
         tokens_NB.clamp(max=max(layout.total - 1, 0)).to(device),
         present_NB.to(device),
-        layout.q_tokens,
+        rows_n.to(device),
+        tokens_n.to(device),
         own_n.to(device),
         first_n.to(device),
         own_n,
         first_n,
     )
+
+
+def _every(places: Tensor, every: int) -> Tensor:
+    """Mask of every N-th place in a document. The middle one of each N: at the first, short documents have too many."""
+    return places % every == every // 2
 
 
 @dataclass(frozen=True)
@@ -108,7 +125,7 @@ class QueryRows:
     present_lB: Tensor
     """bool: True where there is a query."""
     row_n: Tensor
-    """int64: row of each query."""
+    """int64: row of each query; the last, which is not in use, where there is none."""
     edges: tuple[int, ...]
     """Rows whose block may have queries on other ranks, at most EDGES."""
     ids_on_host: Tensor
@@ -117,30 +134,32 @@ class QueryRows:
     """The first blocks of their documents, in CPU memory."""
 
 
-def query_rows_bound(queries: int, layout: Layout, block_size: int) -> int:
-    """`QueryRows.bound` for a number of queries in at most two token ranges."""
-    return queries // block_size + layout.cu_seqlens.numel() + 2
+def query_rows_bound(queries: int, layout: Layout, block_size: int, every: int = 1) -> int:
+    """`QueryRows.bound` for a number of queries in at most two token ranges; the last row is not in use."""
+    return queries // (block_size * every) + layout.cu_seqlens.numel() + 3
 
 
 @kept
-def query_rows(layout: Layout, block_size: int) -> QueryRows:
-    """The rows of a layout."""
+def query_rows(layout: Layout, block_size: int, every: int = 1) -> QueryRows:
+    """The rows of a layout, of every N-th block of each document."""
     host = _on_host(layout)
     device = layout.cu_seqlens.device
     grid = block_grid(layout, block_size)
-    own_n = grid.own_on_host
-    queries = len(own_n)
-    bound = query_rows_bound(queries, layout, block_size)
-    row_n = torch.zeros(queries, dtype=torch.int64)
-    row_n[1:] = (own_n[1:] != own_n[:-1]).cumsum(0)
-    count = int(row_n[-1]) + 1 if queries else 0
+    queries = len(grid.own_on_host)
+    bound = query_rows_bound(queries, layout, block_size, every)
+    taken_t = _every(grid.own_on_host - grid.first_on_host, every).nonzero().flatten()
+    own_t = grid.own_on_host[taken_t]
+    row_t = torch.zeros_like(own_t)
+    row_t[1:] = (own_t[1:] != own_t[:-1]).cumsum(0)
+    count = int(row_t[-1]) + 1 if len(row_t) else 0
+    row_n = torch.full((queries,), bound - 1)
+    row_n[taken_t] = row_t
     ids_l = torch.full((bound,), -1)
-    ids_l[row_n] = own_n
+    ids_l[row_t] = own_t
     first_l = torch.zeros(bound, dtype=torch.int64)
-    first_l[row_n] = grid.first_on_host
+    first_l[row_t] = grid.first_on_host[taken_t]
     queries_lB = torch.full((bound, block_size), -1)
-    places_n = host.q_tokens - block_edges(host, block_size).long()[own_n]
-    queries_lB[row_n, places_n] = torch.arange(queries)
+    queries_lB[row_t, host.q_tokens[taken_t] - block_edges(host, block_size).long()[own_t]] = taken_t
     ranges = ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges
     ends = [0, *accumulate(stop - start for start, stop in ranges)]
     edges = {int(row_n[at]) for start, stop in pairwise(ends) for at in (start, stop - 1)}
@@ -152,7 +171,7 @@ def query_rows(layout: Layout, block_size: int) -> QueryRows:
         queries_lB.clamp(min=0).to(device),
         (queries_lB >= 0).to(device),
         row_n.to(device),
-        tuple(sorted(edges)),
+        tuple(sorted(edges - {bound - 1})),
         ids_l[:count],
         first_l[:count],
     )

@@ -159,6 +159,7 @@ def distill(
     scale: float,
     pooled: bool,
     reference: bool,
+    every: int = 1,
 ) -> Tensor:
     """KL divergence [n] of the index's softmax over blocks from attention's probability in the blocks, that of all
     heads of a group; mean over the groups, in nats.
@@ -166,16 +167,35 @@ def distill(
     q [n, H, d] and k [T, K, d] are rotated, lse [H, n] is that of the attention. `selected` [K, n, C]: both
     distributions cover these blocks and, unless `pooled`, the own one, to which the attention went; None: all blocks,
     full attention. Gradients reach the index queries and the index keys, of shapes as for `select`. `reference`: in
-    plain PyTorch.
+    plain PyTorch. `every`: N times that of every N-th query of a document, 0 for the others.
     """
-    kl_n = q.new_zeros(q.shape[0], dtype=accumulation_dtype(q.dtype))
+    attended, rows = _sampled(q, k, lse, selected, layout, block_size, scale, every)
+    kl_t = q.new_zeros(len(attended.q_nHd), dtype=accumulation_dtype(q.dtype))
     scored = _scored(pooled, reference, q_index, q)
-    for part in scored(q_index, k_index, Attended(q, k, lse, selected, layout, block_size, scale)):
+    for part in scored(q_index[rows], k_index, attended):
         target_gtb = _share(part.mass_gtb)
         # Blocks that do not count have -inf here and 0 as their target, and the product is NaN.
         log_index_gtb = part.logits_gtb.log_softmax(-1).masked_fill_(target_gtb == 0, 0.0)
-        kl_n[part.queries] += (torch.xlogy(target_gtb, target_gtb) - target_gtb * log_index_gtb).sum(-1).sum(0)
-    return kl_n / q_index.shape[1]
+        kl_t[part.queries] += (torch.xlogy(target_gtb, target_gtb) - target_gtb * log_index_gtb).sum(-1).sum(0)
+    kl_n = kl_t.new_zeros(len(q))
+    kl_n[rows] = kl_t * every / q_index.shape[1]
+    return kl_n
+
+
+def _sampled(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    selected: Tensor | None,
+    layout: Layout,
+    block_size: int,
+    scale: float,
+    every: int,
+) -> tuple[Attended, slice | Tensor]:
+    """The attention of every N-th query, and the rows of these."""
+    rows = slice(None) if every == 1 else block_grid(layout, block_size, every).rows_n
+    selected = None if selected is None else selected[:, rows]
+    return Attended(q[rows], k, lse[:, rows], selected, layout, block_size, scale, every), rows
 
 
 def _share(mass_gtb: Tensor) -> Tensor:
@@ -204,21 +224,26 @@ def _distill_backward(
     scale: float,
     pooled: bool,
     reference: bool,
+    every: int,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the index queries and keys. Computes the distributions again: kept for all queries, they would take
     more memory than attention itself."""
     groups = q_index.shape[1]
     width = k_index.shape[1] // (groups if pooled else 1)
-    dq_nKx = torch.zeros_like(q_index)
+    attended, rows = _sampled(q, k, lse, selected, layout, block_size, scale, every)
+    q_tKx = q_index[rows]
+    dq_tKx = torch.zeros_like(q_tKx)
     parts = min(groups, _implementation(pooled, reference, q_index, q).KEY_PARTS)
     dk_STx = k_index.new_zeros((parts, *k_index.shape), dtype=accumulation_dtype(q.dtype))
     scored = _scored(pooled, reference, q_index, q)
-    for part in scored(q_index, k_index, Attended(q, k, lse, selected, layout, block_size, scale)):
-        grad_t1 = grad_kl[part.queries, None] * (width**-0.5 / groups)
+    grad_t1 = grad_kl[rows, None] * (width**-0.5 * every / groups)
+    for part in scored(q_tKx, k_index, attended):
         target_gtb = _share(part.mass_gtb)
         # NaN for a query without a block that counts.
         index_gtb = part.logits_gtb.softmax(-1).masked_fill_(target_gtb.sum(-1, keepdim=True) == 0, 0.0)
-        part.add_gradients(index_gtb.sub_(target_gtb).mul_(grad_t1), q_index, k_index, dq_nKx, dk_STx)
+        part.add_gradients(index_gtb.sub_(target_gtb).mul_(grad_t1[part.queries]), q_tKx, k_index, dq_tKx, dk_STx)
+    dq_nKx = torch.zeros_like(q_index)
+    dq_nKx[rows] = dq_tKx
     return dq_nKx, dk_STx.sum(0).to(k_index.dtype)
 
 

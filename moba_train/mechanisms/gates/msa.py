@@ -150,7 +150,7 @@ class MsaKind(DistilledGate):
         selected_KnC = None if selected_HnC is None else selected_HnC[:: len(selected_HnC) // k_TKd.shape[1]]
         where = layout_arguments(shard.layout)
         options = self.gate_options
-        sizes = options.block_size, self.full.scale, self.pooled, options.backend == "reference"
+        sizes = options.block_size, self.full.scale, self.pooled, options.backend == "reference", options.kl_every
         parts = self._compared(features)
         count = len(parts)
         q, k, lse = q_nHd.chunk(count, 1), k_TKd.chunk(count, 1), lse_Hn.chunk(count)
@@ -194,9 +194,10 @@ class MsaCosts(GateCosts):
         index = 2.0 * queries * width
         # The projections forward, and the gradient of their weights; the layer's input gets none.
         learns = self.kind.facts.learns
-        flops = 2.0 * matrices * sum(lengths) * (2 if learns else 1) + index * self.scored(lengths)
+        scored = self.scored(lengths) / (options.kl_every if options.mode == "warmup" else 1)
+        flops = 2.0 * matrices * sum(lengths) * (2 if learns else 1) + index * scored
         if learns:
-            attended = self.pairs(lengths)
+            attended = self.pairs(lengths) / options.kl_every
             # Probabilities of the heads; gradients of the index pass one token of a block.
             flops += 2.0 * model.heads * model.head_width * attended + 2 * index * attended / options.block_size
         return flops

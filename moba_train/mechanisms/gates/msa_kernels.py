@@ -72,9 +72,9 @@ class Pairs:
         return self.blocks.stop - self.blocks.start, len(self.tokens_t), self.width, self.groups
 
 
-def history_pairs(layout: Layout, block_size: int, groups: int) -> Iterator[Pairs]:
-    """Every query with every block up to its own, some queries at a time."""
-    grid = block_grid(layout, block_size)
+def history_pairs(layout: Layout, block_size: int, groups: int, every: int = 1) -> Iterator[Pairs]:
+    """Every N-th query with every block up to its own, some queries at a time."""
+    grid = block_grid(layout, block_size, every)
     edges_N = block_edges(layout, block_size)
     numbers = groups * _NUMBERS_PER_BLOCK
     for queries, blocks in causal_chunks(grid.own_on_host, grid.first_on_host, numbers, edges_N.device):
@@ -89,9 +89,9 @@ def history_pairs(layout: Layout, block_size: int, groups: int) -> Iterator[Pair
         yield Pairs(queries, blocks, edges_b, tokens_t.int(), len(ids_b), None, *lists, groups * seen, groups)
 
 
-def selected_pairs(selected_KnC: Tensor, layout: Layout, block_size: int) -> Pairs:
-    """Every query with the selected blocks and its own."""
-    grid = block_grid(layout, block_size)
+def selected_pairs(selected_KnC: Tensor, layout: Layout, block_size: int, every: int = 1) -> Pairs:
+    """Every N-th query with the selected blocks and its own."""
+    grid = block_grid(layout, block_size, every)
     edges = block_edges(layout, block_size)
     groups, queries, _ = selected_KnC.shape
     selected_Knj = torch.cat([selected_KnC, grid.own_n.int()[:, None].expand(groups, -1, 1)], 2)
@@ -193,14 +193,14 @@ def block_scores(
 
 def scored(q_index_nKw: Tensor, k_index_Tw: Tensor, attended: Attended) -> Iterator[Scored]:
     """Every query of all groups: with the selected blocks and the own one, or with all, some queries at a time."""
-    q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale = attended
+    q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale, every = attended
     if not len(q_nHd):
         return
     if selected_KnC is None:
-        every = history_pairs(layout, block_size, k_TKd.shape[1])
+        parts = history_pairs(layout, block_size, k_TKd.shape[1], every)
     else:
-        every = iter((selected_pairs(selected_KnC, layout, block_size),))
-    for pairs in every:
+        parts = iter((selected_pairs(selected_KnC, layout, block_size, every),))
+    for pairs in parts:
         logits_gtb, mass_gtb = pairs.empty(-torch.inf, torch.float32), pairs.empty(0.0, torch.float32)
         best_gtb = pairs.empty(0, torch.int32)
         results = [logits_gtb, best_gtb, mass_gtb]

@@ -62,8 +62,8 @@ def block_scores(
 
 def scored(q_index_nKw: Tensor, k_index_Tw: Tensor, attended: Attended) -> Iterator[Scored]:
     """Every query of every group: with the selected blocks and the own one, or with all."""
-    q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale = attended
-    grid = block_grid(layout, block_size)
+    q_nHd, k_TKd, lse_Hn, selected_KnC, _, block_size, scale, _ = attended
+    grid = attended.grid
     dtype = accumulation_dtype(q_nHd.dtype)
     group = q_nHd.shape[1] // k_TKd.shape[1]
     k_index_NBw = k_index_Tw.to(dtype)[grid.tokens_NB]

@@ -166,7 +166,7 @@ def candidate_scores(
 
 def scored(q_index_nKx: Tensor, k_index_Ty: Tensor, attended: Attended, reference: bool) -> Iterator[Scored]:
     """Every query of every group: with the selected blocks, or with all before its own."""
-    grid = block_grid(attended.layout, attended.block_size)
+    grid = attended.grid
     selected_KnC = attended.selected_KnC
     pooled_KNw = _pooled(k_index_Ty, q_index_nKx.shape[1], grid)
     for groups, queries, blocks, mass_gtb in block_masses(attended, reference):
@@ -206,8 +206,8 @@ def block_masses(attended: Attended, reference: bool) -> Masses:
 
 def _masses(attended: Attended) -> Masses:
     """In plain PyTorch, one group at a time."""
-    q_nHd, k_TKd, lse_Hn, _, layout, block_size, scale = attended
-    grid = block_grid(layout, block_size)
+    q_nHd, k_TKd, lse_Hn, _, _, block_size, scale, _ = attended
+    grid = attended.grid
     dtype = accumulation_dtype(q_nHd.dtype)
     group = q_nHd.shape[1] // k_TKd.shape[1]
     for kv_head in range(k_TKd.shape[1]):
@@ -224,17 +224,17 @@ def _masses_by_kernels(attended: Attended) -> Masses:
     """By the kernels of `msa`, all groups at once, float32; of the selected blocks alone, if some are."""
     from moba_train.mechanisms.gates import msa_kernels
 
-    q_nHd, k_TKd, _, selected_KnC, layout, block_size, _ = attended
-    grid = block_grid(layout, block_size)
-    every = slice(0, k_TKd.shape[1])
+    q_nHd, k_TKd, _, selected_KnC, *_ = attended
+    grid = attended.grid
+    groups = slice(0, k_TKd.shape[1])
     # The kernels score tokens as well: these index queries and keys are as narrow as a tile can be.
-    index = q_nHd.new_zeros((len(q_nHd), every.stop, 16)), k_TKd.new_zeros((len(k_TKd), 16))
+    index = q_nHd.new_zeros((len(q_nHd), groups.stop, 16)), k_TKd.new_zeros((len(k_TKd), 16))
     for part in msa_kernels.scored(*index, attended):
         if selected_KnC is None:
-            yield every, part.queries, part.pairs.blocks, part.mass_gtb
+            yield groups, part.queries, part.pairs.blocks, part.mass_gtb
             continue
-        numbers = _COPIES * every.stop
+        numbers = _COPIES * groups.stop
         for queries, blocks in causal_chunks(grid.own_on_host, grid.first_on_host, numbers, q_nHd.device):
             places_KtC = _places(selected_KnC[:, queries], grid, queries, blocks)
             mass_Ktb = part.mass_gtb.new_zeros((*places_KtC.shape[:2], blocks.stop - blocks.start))
-            yield every, queries, blocks, mass_Ktb.scatter_(2, places_KtC, part.mass_gtb[:, queries, :-1])
+            yield groups, queries, blocks, mass_Ktb.scatter_(2, places_KtC, part.mass_gtb[:, queries, :-1])

@@ -109,9 +109,10 @@ class SeerKind(DistilledGate):
         block_size = self.gate_options.block_size
         where = layout_arguments(shard.layout)
         sizes = block_size, self.full.scale, self.gate_options.backend == "reference"
-        own_map, ids_E, rows_EHN = operators.attention_map(q_nHd, k_TKd, lse_Hn, *where, *sizes)
+        every = self.gate_options.kl_every
+        own_map, ids_E, rows_EHN = operators.attention_map(q_nHd, k_TKd, lse_Hn, *where, *sizes, every)
         edges = shard.all_ranks(ids_E), shard.all_ranks(rows_EHN)
-        kl_n, _ = operators.distill(*features, own_map, *edges, *where, len(q_nHd), block_size)
+        kl_n, _ = operators.distill(*features, own_map, *edges, *where, len(q_nHd), block_size, every)
         return kl_n
 
     def costs(self, model: ModelConfig) -> "SeerCosts":
@@ -131,15 +132,22 @@ class SeerCosts(GateCosts):
         blocks = [-(-length // options.block_size) for length in lengths]
         matrices = (model.heads + 3 * model.kv_heads) * model.head_width * width
         scores = model.heads * width * sum(count**2 for count in blocks) / 2
-        # Forward alone, or with the gradient of the matrices, and of both factors of the scores.
-        gate = 2.0 * matrices * sum(blocks) * (2 if learns else 1) + 2.0 * scores * (3 if learns else 1)
-        return gate + (2.0 * model.heads * model.head_width * full_pairs(lengths) if learns else 0.0)
+        gate = 2.0 * matrices * sum(blocks) * (2 if learns else 1)
+        if options.mode == "sparse":
+            gate += 2.0 * scores
+        if not learns:
+            return gate
+        # Gradients of both factors of the scores; in the warm-up the scores themselves are those that learn.
+        learned = scores * (2 if options.mode == "sparse" else 3)
+        return gate + 2.0 * (learned + model.heads * model.head_width * full_pairs(lengths)) / options.kl_every
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
         """Selected blocks, and while the gate learns its target: float32, blocks by blocks for each head."""
         found = super().token_bytes(batch)
-        block_size = self.kind.gate_options.block_size
-        target = 4 * self.model.heads * -(-batch.seq_len // block_size) // block_size
+        options = self.kind.gate_options
+        target = (
+            4 * self.model.heads * -(-batch.seq_len // options.block_size) // (options.block_size * options.kl_every)
+        )
         return found._replace(saved=found.saved + target) if self.kind.facts.learns else found
 
 

@@ -32,10 +32,12 @@ def tile_rows(block_size: int) -> int:
     return max(16, triton.next_power_of_2(block_size))
 
 
-def block_maxima(q_nHd: Tensor, k_TKd: Tensor, lse_Hn: Tensor, layout: Layout, block_size: int, scale: float) -> Tensor:
+def block_maxima(
+    q_nHd: Tensor, k_TKd: Tensor, lse_Hn: Tensor, layout: Layout, block_size: int, scale: float, every: int
+) -> Tensor:
     """float32 [H, l, N]: the largest exp(scale q . k - lse) between the queries of each of the layout's rows of queries
     and the keys of each block that they see; 0 for other blocks."""
-    rows = query_rows(layout, block_size)
+    rows = query_rows(layout, block_size, every)
     edges = block_edges(layout, block_size)
     heads = q_nHd.shape[1]
     # Zeros: blocks that a row does not see are not written.

@@ -120,20 +120,20 @@ def _candidates(rows: QueryRows, part: slice, blocks: slice) -> Tensor:
 @torch.library.custom_op("moba_train::seer_map", mutates_args=())
 @with_layout
 def attention_map(
-    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float, reference: bool
+    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float, reference: bool, every: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The largest probability of full attention between the queries of each of this rank's blocks and the keys of each
     block, float32 or float64 [H, l, N]; and those of its rows that other ranks may share: their block ids [E] (-1:
     none) and the rows [E, H, N]. Without gradient.
 
     q [n, H, d] of this rank, k [T, K, d] of all tokens, both rotated; lse [H, n] of full attention.
-    `reference`: in plain PyTorch; else by a Triton kernel where it can run.
+    `reference`: in plain PyTorch; else by a Triton kernel where it can run. `every`: of every N-th block of a document.
     """
     if not reference and (kernel := _kernel(q, block_size)):
-        map_HlN = kernel(q, k, lse, layout, block_size, scale)
+        map_HlN = kernel(q, k, lse, layout, block_size, scale, every)
     else:
-        map_HlN = _block_maxima(q, k, lse, layout, block_size, scale)
-    rows = query_rows(layout, block_size)
+        map_HlN = _block_maxima(q, k, lse, layout, block_size, scale, every)
+    rows = query_rows(layout, block_size, every)
     # Four places, used or not: ranks gather tensors of equal sizes.
     edge_ids_E = torch.full((EDGES,), -1, device=q.device)
     edge_rows_EHN = map_HlN.new_zeros((EDGES, *map_HlN.shape[::2]))
@@ -152,10 +152,12 @@ def _kernel(q_nHd: Tensor, block_size: int) -> Callable[..., Tensor] | None:
     return seer_kernel.block_maxima if seer_kernel.able(block_size) else None
 
 
-def _block_maxima(q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float) -> Tensor:
+def _block_maxima(
+    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float, every: int
+) -> Tensor:
     """The largest probabilities [H, l, N]; 0 for blocks that a row does not see."""
     grid = block_grid(layout, block_size)
-    rows = query_rows(layout, block_size)
+    rows = query_rows(layout, block_size, every)
     dtype = accumulation_dtype(q.dtype)
     heads, kv_heads = q.shape[1], k.shape[1]
     group = heads // kv_heads
@@ -180,11 +182,11 @@ def _block_maxima(q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size:
 @attention_map.register_fake
 @partial(with_layout, traced=True)
 def _(
-    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float, reference: bool
+    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float, reference: bool, every: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     blocks = block_bound(layout, block_size)
     dtype = accumulation_dtype(q.dtype)
-    map_HlN = q.new_empty((q.shape[1], query_rows_bound(q.shape[0], layout, block_size), blocks), dtype=dtype)
+    map_HlN = q.new_empty((q.shape[1], query_rows_bound(q.shape[0], layout, block_size, every), blocks), dtype=dtype)
     ids_E = q.new_empty((EDGES,), dtype=torch.int64)
     return map_HlN, ids_E, map_HlN.new_empty((EDGES, q.shape[1], blocks))
 
@@ -200,14 +202,16 @@ def distill(
     layout: Layout,
     queries: int,
     block_size: int,
+    every: int,
 ) -> tuple[Tensor, Tensor]:
     """(KL divergence [n] of each query's block, mean over heads, in nats; target [H, l, N]).
 
     The target is the map [H, l, N], with the maxima of blocks that other ranks share (ids [R, E], rows [R, E, H, N]),
     each row divided by its sum. The divergence is that of the gate's softmax over blocks from it; gradients reach the
-    gate's features [N, H, w] and [N, K, w] of all blocks.
+    gate's features [N, H, w] and [N, K, w] of all blocks. `every`: N times that of every N-th block of a document, 0
+    for queries of others; the map has these blocks alone.
     """
-    rows = query_rows(layout, block_size)
+    rows = query_rows(layout, block_size, every)
     # A copy: an operator may not change its argument, and what it returns may not be one.
     target_HlN = attention_map.clone()
     for row in rows.edges:
@@ -222,28 +226,35 @@ def distill(
         target_Hcb = target_HlN[:, part, blocks]
         log_gate_Hcb = logits_Hcb.log_softmax(-1).masked_fill_(~_candidates(rows, part, blocks), 0.0)
         kl_l[part] = (torch.xlogy(target_Hcb, target_Hcb) - target_Hcb * log_gate_Hcb).sum(-1).mean(0)
-    return kl_l[rows.row_n], target_HlN
+    return (kl_l * every)[rows.row_n], target_HlN
 
 
 @distill.register_fake
 def _(q_gate: Tensor, k_gate: Tensor, attention_map: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, queries, _ = rest
+    *_, queries, _, _ = rest
     return attention_map.new_empty((queries,)), torch.empty_like(attention_map)
 
 
 @torch.library.custom_op("moba_train::seer_distill_backward", mutates_args=())
 @with_layout
 def _distill_backward(
-    grad_kl: Tensor, q_gate: Tensor, k_gate: Tensor, target: Tensor, layout: Layout, queries: int, block_size: int
+    grad_kl: Tensor,
+    q_gate: Tensor,
+    k_gate: Tensor,
+    target: Tensor,
+    layout: Layout,
+    queries: int,
+    block_size: int,
+    every: int,
 ) -> tuple[Tensor, Tensor]:
-    rows = query_rows(layout, block_size)
+    rows = query_rows(layout, block_size, every)
     heads = q_gate.shape[1]
     kv_heads, width = k_gate.shape[1:]
     dq_NHw = torch.zeros_like(q_gate, dtype=target.dtype)
     dk_NKw = torch.zeros_like(k_gate, dtype=target.dtype)
     if queries:
         # Without queries there is nothing to index, and no chunk in the loop.
-        grad_l = grad_kl[rows.queries_lB].masked_fill(~rows.present_lB, 0.0).sum(1) * (width**-0.5 / heads)
+        grad_l = grad_kl[rows.queries_lB].masked_fill(~rows.present_lB, 0.0).sum(1) * (width**-0.5 * every / heads)
     for part, blocks, logits_Hcb in _gate_logits(q_gate, k_gate, rows):
         dlogits_Hcb = (logits_Hcb.softmax(-1) - target[:, part, blocks]) * grad_l[part, None]
         dlogits_KGcb = dlogits_Hcb.unflatten(0, (kv_heads, -1))

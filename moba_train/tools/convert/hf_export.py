@@ -155,7 +155,7 @@ def full_entry(kind: AttentionKind) -> dict[str, Any]:
 
 def published_entry(kind: AttentionKind) -> dict[str, Any]:
     """A layer's attention as `Family.attention` returns it: nothing for full attention, and nothing of training."""
-    entry = {key: value for key, value in full_entry(kind).items() if key not in ("train_gate", "kl_weight")}
+    entry = {key: value for key, value in full_entry(kind).items() if not key.startswith(("train_gate", "kl_"))}
     if "index_dim" in entry:
         entry["index_dim"] = entry["index_dim"] or kind.head_dim
     return {} if kind.name == "full" else entry

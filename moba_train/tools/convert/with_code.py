@@ -31,7 +31,7 @@ _OWN = "moba_train"
 _PLAIN = ("llama", "qwen2", "qwen3")
 """Ordinary models that the code can run."""
 
-_GATE = {"mode", "block_size", "topk", "train_gate", "kl_weight"}
+_GATE = {"mode", "block_size", "topk", "train_gate", "kl_weight", "kl_every"}
 LAYERS: dict[str, frozenset[str]] = {
     "full": frozenset(),
     "window": frozenset({"window", "sinks"}),

@@ -48,6 +48,9 @@ _KL_WEIGHT = 0.1
 """Weight of a scorer's divergence. AdamW's steps hardly depend on it, but all gradients are clipped together: with 1
 the scorer's norm was 5.4 in SmolLM2-135M, the model's about 0.3, and the model's spikes were not cut
 (benchmarks/measured/sparsify.md)."""
+_KL_EVERY = 8
+"""A scorer learns from every eighth query. The divergence of all took 1.3 times as long as full attention's two passes,
+and the gradient of an eighth is closer to that of all than another text's is (benchmarks/measured/sparsify.md)."""
 _BUCKETS = 16
 """Parts of a sequence whose losses are measured apart."""
 _BASE_POWER = 5 / 3
@@ -255,7 +258,7 @@ def selects(kind: str, size: int, topk: int) -> dict[str, Any]:
     """Options of the kind that selects."""
     options: dict[str, Any] = ideal(size, topk) if kind == "moba" else {"block_size": size, "topk": topk}
     if warms_up(kind):
-        options["kl_weight"] = _KL_WEIGHT
+        options |= {"kl_weight": _KL_WEIGHT, "kl_every": _KL_EVERY}
     if "index_keys" in ATTENTION_KINDS[kind].Options.model_fields:
         options["index_keys"] = "group"
     return options

@@ -80,8 +80,8 @@ def test_the_sparse_arm_keeps_the_calibrated_layers_full_and_distils(made: Path)
     assert {stage.lr for stage in (dense, sparse, *full.stages)} == {None}  # one schedule over both stages
     # One norm clips all gradients: the scorer's, of some nats in each layer, must not fill it.
     options = [layer.options.model_dump() for layer in resolve(config, WorldSize(1, 1)).stages[-1].attention]
-    scorers = [(one["kl_weight"], one["index_keys"]) for one in options if "kl_weight" in one]
-    assert scorers == [(0.1, "group")] * (config.model.layers - len(chosen))
+    scorers = [(one["kl_weight"], one["kl_every"], one["index_keys"]) for one in options if "kl_weight" in one]
+    assert scorers == [(0.1, 8, "group")] * (config.model.layers - len(chosen))
     assert config.model.rope.theta == load_config(made / "runs" / "extend" / "config.yaml").stages[0].rope.theta  # type: ignore[union-attr]
     assert "full attention's numbers" not in (made / "recipes" / "calibrated.yaml").read_text()
 
@@ -151,7 +151,7 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
         (tmp_path / "recipes" / recipes.CALIBRATED).write_text(yaml.safe_dump({"attention": fragment}))
     recipe = tmp_path / "recipes" / "sparse.yaml"
     arms = sparsify_ablations.arms_of(tmp_path)
-    assert len(arms) == 17
+    assert len(arms) == 18
     small = yaml.safe_load((tmp_path / "recipes" / recipes.SPARSE).read_text())
     blocks_of_64 = {"seer", *(name for name in arms if name.startswith("moba"))}
     for size, topk, too_small in ((16, 4, set()), (16, 3, {"double-blocks"}), (1, 64, {"half-blocks"})):

@@ -39,7 +39,9 @@ from .cache import Kept, Texts, wide
 class Msa(Kind):
     """Kind `msa`."""
 
-    OPTIONS = frozenset({"mode", "block_size", "topk", "index_dim", "index_keys", "train_gate", "kl_weight"})
+    OPTIONS = frozenset(
+        {"mode", "block_size", "topk", "index_dim", "index_keys", "train_gate", "kl_weight", "kl_every"}
+    )
     takes_sink = False
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
@@ -199,7 +201,7 @@ class Seer(Kind):
     """Kind `seer`. Tokens behind a prompt attend to every token before, as the mean query of their block is not known
     yet; the prompt comes in one call."""
 
-    OPTIONS = frozenset({"mode", "block_size", "topk", "threshold", "gate_dim", "train_gate", "kl_weight"})
+    OPTIONS = frozenset({"mode", "block_size", "topk", "threshold", "gate_dim", "train_gate", "kl_weight", "kl_every"})
     takes_sink = False
     in_parts = False
 
