@@ -78,6 +78,7 @@ def test_every_extra_that_a_page_installs_exists() -> None:
     assert {"wandb", "report"} <= named <= project["optional-dependencies"].keys()
     wanted = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
     assert not wanted & {"wandb", "plotly", "matplotlib", "tensorboard"}
+    assert {"sentencepiece", "protobuf"} <= wanted, "`moba-data tokenize` failed in an environment without wandb"
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu"])

@@ -102,6 +102,15 @@ EXPERTS: list[dict[str, Any]] = [
         "layers": "last:1",
         "router": {"score": "sigmoid", "scale": 1.5, "balance": "bias"},
     },
+    {"experts": 8, "active": 3, "intermediate_size": 12, "bias": True, "clamp": 0.5, "router": {"balance": "bias"}},
+    {
+        "experts": 8,
+        "active": 2,
+        "intermediate_size": 16,
+        "shared": 2,
+        "shared_gate": True,
+        "router": {"score": "sigmoid", "groups": 4, "active_groups": 2, "balance": "bias", "counted": "all"},
+    },
 ]
 """Mixtures of experts whose losses are those of each token."""
 PATTERNS = [["blocks.0.*"], ["blocks.*.attention.*", "norm.weight"], ["embedding.weight", "*.down_proj.weight"]]
@@ -299,8 +308,10 @@ class StageSamples(StageData):
 
 
 def add_noise(model: nn.Module, seed: int) -> None:
-    """Move every weight, also those that begin as zeros or ones, by numbers that its name determines."""
-    for name, parameter in model.named_parameters():
+    """Move every weight, also those that begin as zeros or ones, and the biases by which experts are chosen, by numbers
+    that its name determines."""
+    biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".feed_forward.bias"))
+    for name, parameter in (*model.named_parameters(), *biases):
         number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "little")
         noise = 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
         own = parameter.detach()
@@ -392,7 +403,7 @@ def on_one_device(case: Case) -> Found:
     for name, weight in model.named_parameters():
         value = weight.detach()
         if is_trainable(name, stage.trainable):
-            value = value * (1 - LR * DECAY if value.dim() > 1 else 1)
+            value = value * (1 - LR * DECAY if value.dim() > 1 and not name.endswith(".bias") else 1)
             gradient = gradients[name] * scale
             if name in matrices:
                 value = value - LR * 0.2 * max(gradient.shape[-2:]) ** 0.5 * orthogonalized(gradient)

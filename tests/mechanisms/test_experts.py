@@ -179,6 +179,9 @@ def test_biases_move_against_the_load_of_the_step_by_one_update_each() -> None:
     step.update({4: layer}, layer.options)
     assert layer.bias.tolist() == moved
     assert float(metrics["expert_load_max"]) == pytest.approx(float(load.max() / load.mean()))
+    assert metrics["expert_dropped"] == 0
+    counts[0] -= 7
+    assert step.measure({4: layer}, layer.options, 5, torch.device("cpu"), 1)["expert_dropped"] == 7
 
 
 def test_a_step_repeats_bit_by_bit() -> None:

@@ -8,8 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from moba_train.data.batch import collate
 from moba_train.parallel.activations import Kept
-from tests.run.test_pipeline_gradients import SPARSE, Case, Found, Model, assert_equal, found, on_one_device, worker
+from moba_train.parallel.forward import accumulate_gradients
+from tests.run import test_pipeline_gradients
+from tests.run.test_pipeline_gradients import (
+    SPARSE,
+    Case,
+    Found,
+    Model,
+    assert_equal,
+    drawn_samples,
+    found,
+    on_one_device,
+    worker,
+)
 from tests.run.trainer_ranks import Ranks
 
 __all__ = ["found"]
@@ -24,6 +37,9 @@ HALF: Model = {
     "further": {"moe": MIXTURE | {"layers": "every:2", "router": {"score": "sigmoid", "balance": "bias"}}},
     "kept": (Kept.INPUT, Kept.ATTENTION, Kept.PRODUCTS, Kept.ALL),
 }
+OVER_RANKS: Model = EXPERTS | {
+    "further": {"moe": MIXTURE | {"router": ROUTER | {"aux_loss_over": "batch", "counted": "all"}}}
+}
 RECOMPUTED = EXPERTS | {"kept": (Kept.INPUT, Kept.ATTENTION, Kept.INPUT, Kept.PRODUCTS)}
 ZERO_BUBBLE = {"pp": 2, "pp_schedule": "zero_bubble"}
 TWO_RANKS: dict[str, Case] = {
@@ -32,6 +48,7 @@ TWO_RANKS: dict[str, Case] = {
     "tp 2": (RECOMPUTED, {"tp": 2}),
     "ep 2": (BIASED, {"ep": 2}),
     "ep 2 of cp 2": (HALF, {"ep": 2, "cp": 2}),
+    "2 micro-batches at once, ep 2": (OVER_RANKS, {"ep": 2}),
 }
 FOUR_RANKS: dict[str, Case] = {
     "ep 2 of dp 4": (HALF, {"ep": 2}),
@@ -40,14 +57,26 @@ FOUR_RANKS: dict[str, Case] = {
     "ep 2, replicas": (EXPERTS, {"ep": 2, "dp_replicate": 2}),
     **({"ep 2, zero bubble": (EXPERTS, {"ep": 2, **ZERO_BUBBLE})} if torch.__version__ >= "2.12" else {}),
     "pp 2, tp 2": (HALF, {"pp": 2, "tp": 2}),
+    "2 micro-batches at once, cp 2, replicas": (OVER_RANKS, {"cp": 2, "dp_replicate": 2}),
+    "2 micro-batches at once, pp 2": (OVER_RANKS, {"pp": 2}),
 }
 
 
 @pytest.mark.parametrize("name", [*TWO_RANKS, *FOUR_RANKS])
-def test_it_computes_what_one_device_does(name: str, found: dict[str, Found]) -> None:
+def test_it_computes_what_one_device_does(name: str, found: dict[str, Found], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the auxiliary loss takes the load of all ranks, with what they compute at the same time as one micro-batch."""
     model, _ = (TWO_RANKS | FOUR_RANKS)[name]
     assert "expert_load_max_layer_3" in found[name]
     assert ("auxiliary" in found[name]) == (model is not HALF)
+    if model is OVER_RANKS:
+        size = int(name[0])
+        made = drawn_samples()
+        batches = [collate(made[first : first + size]) for first in range(0, len(made), size)]
+        monkeypatch.setattr(
+            test_pipeline_gradients,
+            "accumulate_gradients",
+            lambda model, _, weight: accumulate_gradients(model, batches, weight),
+        )
     assert_equal(found[name], on_one_device(model))
 
 

@@ -171,6 +171,7 @@ def test_the_report_and_a_spike_dump_show_the_load_of_the_experts(run: Run, monk
     assert '"name":"largest bias"' in page
     assert '"key":"expert-load-0"' in page
     for record in run.records():
+        assert record["expert_dropped"] == 0
         loads = record["expert_load_layer_1"]
         assert (len(loads), sum(loads)) == (4, pytest.approx(400, abs=2))
         assert max(loads) == pytest.approx(100 * record["expert_load_max"], abs=0.5)

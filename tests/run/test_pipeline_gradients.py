@@ -92,13 +92,13 @@ def kept_by(model: Model) -> list[LayerActivations]:
     return [LayerActivations(kept) for kept in model.get("kept", [Kept.ALL] * 4)]
 
 
-def micro_batches() -> list[Batch]:
+def drawn_samples() -> list[Sample]:
     """Documents of other lengths in each; loss on some tokens, in the third on none at all."""
     rng, made = np.random.default_rng(0), []
     for place, lengths in enumerate(([30, 18], [5, 40, 3], [48], [1, 46, 1])):
         tokens = rng.integers(36, size=SEQ_LEN + 1)
         weight = (rng.random(SEQ_LEN) < (0, 0.05, 0.4)[place % 3]).astype(np.float32)
-        made.append(collate([Sample(tokens[:-1], tokens[1:], weight, lengths, [])]))
+        made.append(Sample(tokens[:-1], tokens[1:], weight, lengths, []))
     return made
 
 
@@ -107,7 +107,7 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
     (stage,) = stages_of(config)
     model.set_attention(build_attention(stage.attention, config.model.head_width))
     set_trainable(model, stage.trainable)
-    whole = micro_batches()
+    whole = [collate([sample]) for sample in drawn_samples()]
     batches = [shard.shard_batch(batch) for batch in whole[shard.dp_rank :: shard.dp_size]]
     weight = sum(batch.loss_weight_sum for batch in whole)
     for _ in range(repeat):  # a second step has its own batches, and gathers the weights anew

@@ -78,6 +78,7 @@ def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.de
         "expert_load_min": relative_LE.min(),
         "expert_load_entropy": entropy_L.mean(),
         "router_entropy": (rest_Ln[:, 0] / tokens_L).mean(),
+        "expert_dropped": (options.active * rest_Ln[:, 1] - loads_LE.sum(1)).sum(),
     }
     if options.router.has_bias:
         metrics["expert_bias_max"] = biases_L.max()

@@ -122,6 +122,7 @@ def hf_config(
         f"{', '.join(f'model.{key}' for key, _ in found)}: no Hugging Face architecture has these values together; "
         f"{nearest} comes nearest, where "
         + ", ".join(f"{key} is {given(value)}, not {given(wanted.get(key))}" for key, value in found)
+        + "; --with-code exports other models with their code"
     )
 
 

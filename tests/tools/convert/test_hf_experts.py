@@ -32,7 +32,11 @@ SMALL = {"experts": 4, "active": 2, "intermediate_size": 8}
 @pytest.mark.parametrize(
     ("changes", "further", "problem"),
     [
-        ({"shared": 1}, {"qk_norm": True}, r"model\.moe\.shared: .*qwen3_moe comes nearest, where .* is 0, not 1"),
+        (
+            {"shared": 1},
+            {"qk_norm": True},
+            r"model\.moe\.shared: .*qwen3_moe comes nearest, where .* is 0, not 1; --with-code exports",
+        ),
         ({"router": {"score": "sigmoid"}}, {}, r"model\.moe\.router\.score: .* is 'softmax', not 'sigmoid'"),
         ({"router": {"groups": 2, "active_groups": 1}}, {}, r"model\.moe\.router\.groups: .* is null, not 2"),
         ({"router": {"scale": 2.5}}, {}, r"model\.moe\.router\.scale: .* is 1\.0, not 2\.5"),
