@@ -20,7 +20,7 @@ from moba_train.parallel.context.costs import gather_cost, most_memory
 from moba_train.parallel.context.policy import predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs
-from moba_train.resolve.plan import StagePlan
+from moba_train.tools.plan.plan import StagePlan
 from tests.mechanisms.experts_model import ACTIVE, HIDDEN, LivingRows, drawn, mixture, options
 from tests.memory.test_memory import config, planned
 from tests.memory.test_weights import assert_gathered_weights_of_own_layers, assert_parameters_of_own_layers, layouts

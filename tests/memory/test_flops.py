@@ -24,8 +24,8 @@ from moba_train.memory import flops as documents
 from moba_train.memory.flops import dense_flops, layer_flops, matmul_flops, real_flops, repeated_flops
 from moba_train.parallel.activations import Kept
 from moba_train.parallel.world import World
-from moba_train.resolve.plan import StagePlan
 from moba_train.run.step import batch_flops, throughput
+from moba_train.tools.plan.plan import StagePlan
 from tests.resolved import plan_of, samples_of, stages_of
 
 LLAMA_8B = ModelConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, layers=32, heads=32, kv_heads=8)
@@ -188,7 +188,7 @@ def packed_run(folder: Path, packing: str) -> RunConfig:
 
 
 def planned(config: RunConfig) -> StagePlan:
-    (stage,) = plan_of(config, 1, 989, 0.4).stages
+    (stage,) = plan_of(config, 1).stages
     return stage
 
 
@@ -267,7 +267,7 @@ def test_a_plan_without_corpora_counts_one_document_per_sequence(tmp_path: Path)
 def test_time_of_a_context_parallel_layer_is_counted_by_documents(tmp_path: Path) -> None:
     config = packed_run(tmp_path, "concat")
     config = config.model_copy(update={"parallel": ParallelConfig(cp=2)})
-    (stage_plan,) = plan_of(config, 2, 989, 0.4).stages
+    (stage_plan,) = plan_of(config, 2).stages
     assert stage_plan.context is not None
     for layer, seconds in stage_plan.context.attention_seconds.items():
         flops = layer_flops(config.model, layer, stage_plan.documents.lengths)

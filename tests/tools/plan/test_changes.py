@@ -17,11 +17,11 @@ from moba_train.errors import ConfigError
 from moba_train.memory.devices import Gpu
 from moba_train.memory.shortage import usable_bytes
 from moba_train.resolve.initial_weights import initial_problems
-from moba_train.resolve.plan import Plan
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.plan.changes import cheapest_changes, largest_stage
+from moba_train.tools.plan.plan import Plan
 from moba_train.tools.plan.rates import named_gpu, peak_or_default, shipped_rates
 from tests.resolved import plan_of
 
@@ -174,7 +174,7 @@ def test_replicas_become_shards() -> None:
         }
     )
     gpu = named_gpu("h100")
-    first = plan_of(config, 8, 989, 0.4)
+    first = plan_of(config, 8)
     seen: list[tuple[str, ...]] = []
 
     def replan(changes: Sequence[str], gpus: int) -> Plan:
@@ -182,7 +182,7 @@ def test_replicas_become_shards() -> None:
         if gpus > 8 or changes != ("parallel.dp_replicate=2", "parallel.dp_shard=-1"):
             raise ConfigError(["not here"])
         changed = config.parallel.model_copy(update={"dp_replicate": 2, "dp_shard": -1})
-        return plan_of(config.model_copy(update={"parallel": changed}), gpus, 989, 0.4)
+        return plan_of(config.model_copy(update={"parallel": changed}), gpus)
 
     assert largest_stage(first).memory.total > usable_bytes(gpu)
     (change,) = cheapest_changes(resolve_unchecked(config), first, gpu, replan).fitting

@@ -20,9 +20,8 @@ from moba_train.memory.flops import Documents
 from moba_train.parallel.links import LINKS
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.cli import app
-from moba_train.tools.plan.command import make_machine
 from moba_train.tools.plan.layouts import Layout, best_layouts
-from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
+from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, make_machine, predict_step
 from tests.resolved import check, stages_of
 from tests.small_recipe import Load
 

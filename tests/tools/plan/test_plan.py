@@ -36,7 +36,7 @@ def config(**changes: Any) -> RunConfig:
 
 
 def test_a_plan_adds_up() -> None:
-    plan = plan_of(config(parallel={"dp_replicate": 2}), ranks=8, peak_tflops=989, mfu=0.4)
+    plan = plan_of(config(parallel={"dp_replicate": 2}), ranks=8)
     short, long = plan.stages
     assert short.mesh == long.mesh == MeshSizes(dp_replicate=2, dp_shard=4)
     assert (short.layout.micro_batches, long.layout.micro_batches) == (16, 1)
@@ -47,9 +47,9 @@ def test_a_plan_adds_up() -> None:
 
 
 def test_context_parallelism_divides_activations_and_costs_communication() -> None:
-    alone = plan_of(config(activation_checkpointing="full"), 16, 989, 0.4).stages[1]
+    alone = plan_of(config(activation_checkpointing="full"), 16).stages[1]
     cp_recipe = {"parallel": {"cp": 8}, "activation_checkpointing": "full"}
-    short, long = plan_of(config(**cp_recipe), 16, 989, 0.4).stages
+    short, long = plan_of(config(**cp_recipe), 16).stages
     tables = io.StringIO()
     assert long.mesh == MeshSizes(dp_shard=2, cp=8)
     assert long.memory.parameters == alone.memory.parameters
@@ -65,7 +65,7 @@ def test_context_parallelism_divides_activations_and_costs_communication() -> No
     assert 0 <= long.context.exposed_seconds(full) <= long.context.exposed_seconds(moba)
     assert long.seconds > alone.seconds
 
-    across = plan_of(config(**cp_recipe), 16, 989, 0.4, ranks_per_node=4)
+    across = plan_of(config(**cp_recipe), 16, ranks_per_node=4)
     context = across.stages[1].context
     assert context is not None
     assert context.strategy.transport == "hierarchical"
@@ -76,8 +76,8 @@ def test_context_parallelism_divides_activations_and_costs_communication() -> No
 
 
 def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_communication() -> None:
-    alone = plan_of(config(batch_tokens="2M"), 16, 989, 0.4).stages[0]
-    plan = plan_of(config(batch_tokens="2M", parallel={"tp": 8, "dp_replicate": 2}), 16, 989, 0.4)
+    alone = plan_of(config(batch_tokens="2M"), 16).stages[0]
+    plan = plan_of(config(batch_tokens="2M", parallel={"tp": 8, "dp_replicate": 2}), 16)
     tables = io.StringIO()
     sharded = plan.stages[0]
     assert sharded.mesh == MeshSizes(dp_replicate=2, tp=8)
@@ -99,7 +99,7 @@ def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_com
     for part in ("dp_shard 1 x tp 8", "tp's communication"):
         assert part in tables.getvalue(), part
 
-    both = plan_of(config(parallel={"tp": 2, "cp": 8}), 16, 989, 0.4).stages[1].context
+    both = plan_of(config(parallel={"tp": 2, "cp": 8}), 16).stages[1].context
     assert both is not None
     assert (both.strategy.ranks, both.strategy.node_size) == (8, 4), (
         "a node's 8 GPUs hold 4 of a context group's 8 ranks"
@@ -108,7 +108,7 @@ def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_com
 
 def test_moba_layers_of_several_sizes_take_their_own_time() -> None:
     def attention_seconds(**options: Any) -> list[float]:
-        found = plan_of(config(parallel={"cp": 8}, attention=options), 16, 989, 0.4).stages[1]
+        found = plan_of(config(parallel={"cp": 8}, attention=options), 16).stages[1]
         assert found.context is not None
         return [found.context.attention_seconds[layer] for layer in found.stage.attention]
 
@@ -138,7 +138,7 @@ def test_moba_layers_of_several_sizes_take_their_own_time() -> None:
 )
 def test_attentions_of_one_kind_are_told_apart(attention: dict[str, Any], names: list[str]) -> None:
     text = io.StringIO()
-    print_plan(plan_of(config(parallel={"cp": 8}, attention=attention), 16, 989, 0.4), Console(file=text, width=400))
+    print_plan(plan_of(config(parallel={"cp": 8}, attention=attention), 16), Console(file=text, width=400))
     (row,) = (line for line in text.getvalue().splitlines() if line.startswith("│ attention, ms"))
     cell = row.split("│")[-2]
     assert [name.strip(" ,") for name in re.split(r"\d+\.\d\d", cell) if name.strip()] == names
@@ -146,12 +146,12 @@ def test_attentions_of_one_kind_are_told_apart(attention: dict[str, Any], names:
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="dp_replicate"):
-        plan_of(config(parallel={"dp_replicate": 3}), ranks=8, peak_tflops=989, mfu=0.4)
+        plan_of(config(parallel={"dp_replicate": 3}), ranks=8)
 
 
 def test_the_tables_show_every_stage_and_part() -> None:
     text = io.StringIO()
-    print_plan(plan_of(config(), 8, 989, 0.4), Console(file=text, width=100))
+    print_plan(plan_of(config(), 8), Console(file=text, width=100))
     for part in (
         "8,030,261,248",
         "short",
@@ -169,7 +169,7 @@ def test_the_tables_show_every_stage_and_part() -> None:
 def test_a_stage_with_until_is_planned_from_its_tokens_to_its_maximum() -> None:
     until = {"trailing_loss_recovered": {"tolerance": 0.01}, "max_tokens": "4B"}
     prolonged = {"name": "activate", "seq_len": "8K", "tokens": "1B", "until": until}
-    plan = plan_of(config(stages=[prolonged]), 8, 989, 0.4)
+    plan = plan_of(config(stages=[prolonged]), 8)
     text = io.StringIO()
     assert plan.stages[0].tokens == pytest.approx(4e9, rel=1e-3)
     print_plan(plan, Console(file=text, width=100))
