@@ -226,7 +226,6 @@ def test_plan_and_throughput_agree_with_a_count_over_real_batches(tmp_path: Path
     stage_plan = planned(config)
     assert batch_flops(config.model, stage, batches) == pytest.approx(counted, rel=1e-12)
     assert stage_plan.real_flops * 16 * SEQ_LEN == pytest.approx(counted, rel=1e-12)
-    assert stage_plan.seconds == pytest.approx(counted / (989e12 * 0.4))
     assert len({batch.padding > 0 for batch in batches}) == (2 if packing == "best_fit" else 1)
 
 
@@ -264,14 +263,16 @@ def test_a_plan_without_corpora_counts_one_document_per_sequence(tmp_path: Path)
     assert by_documents.real_flops < by_sequences.real_flops
 
 
-def test_time_of_a_context_parallel_layer_is_counted_by_documents(tmp_path: Path) -> None:
+def test_time_of_attention_is_counted_by_documents(tmp_path: Path) -> None:
     config = packed_run(tmp_path, "concat")
     config = config.model_copy(update={"parallel": ParallelConfig(cp=2)})
-    (stage_plan,) = plan_of(config, 2).stages
-    assert stage_plan.context is not None
-    for layer, seconds in stage_plan.context.attention_seconds.items():
-        flops = layer_flops(config.model, layer, stage_plan.documents.lengths)
-        assert seconds == pytest.approx(flops / 16 / 2 / (989e12 * 0.4))  # of 16 sequences one, on 2 ranks
+    plan = plan_of(config, 2)
+    rates = plan.machine.rates
+    seconds = 0.0
+    for layer in plan.stages[0].stage.attention:
+        flops = layer_flops(config.model, layer, plan.stages[0].documents.lengths)
+        seconds += flops / rates.attention_rate(layer, config.model.head_width, SEQ_LEN).both / rates.attention_in_step
+    assert plan.steps[0].time.attention == pytest.approx(seconds / 2 / 2)  # of 16 sequences 8, on 2 ranks
 
 
 def test_a_plan_reads_a_bounded_number_of_sequences_and_at_least_one(

@@ -24,6 +24,7 @@ from moba_train.memory.shortage import host_shortage, shortage
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel import fsdp
 from moba_train.parallel.activations import Kept, LayerActivations
+from moba_train.parallel.stage_strategy import stage_costs
 from moba_train.parallel.transfers import REDUCTION_BUFFER
 from moba_train.registry import ADAMW_KERNELS
 from moba_train.resolve.recipe import resolve
@@ -339,8 +340,9 @@ def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else() ->
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=narrow)})
     stage = plan_of(recipe, 8).stages[0]
     assert stage.memory.moment == "first attention"
-    assert stage.context is not None
-    assert stage.memory.transport == stage.context.cost.memory_bytes > 0
+    assert stage.layout.strategy is not None
+    (cost,) = stage_costs(recipe.model, stage.stage, stage.layout.strategy).values()
+    assert stage.memory.transport == cost.memory_bytes > 0
     assert stage.memory.total == sum(getattr(stage.memory, part) for part in MEMORY_PARTS)
 
 

@@ -1,8 +1,8 @@
 """Rates of a GPU in a training step, read from a JSON file.
 
-`moba-train calibrate` measures them on the GPU of this machine. The package ships those of an H200 (h200.json, which says
-where they come from) and scales them to other GPUs by the data sheets; benchmarks/measured/planning.md says how a step's
-time follows from them.
+`moba-train calibrate` measures them on the GPU of this machine. The package ships those of an H200 (h200.json names
+their sources) and scales them to other GPUs by the data sheets. benchmarks/measured/planning.md says how a step's time
+follows from them.
 """
 
 import difflib
