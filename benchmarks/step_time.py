@@ -1,4 +1,4 @@
-"""Predicted beside measured time of training steps: the model behind `moba-train plan --nodes`, on the measured GPUs.
+"""Predicted beside measured time of training steps: the model behind `moba-train plan`, on the measured GPUs.
 
     python -m benchmarks.step_time                            # the table
     python -m benchmarks.step_time --fit                      # an H200's fitted rates, again
@@ -8,7 +8,7 @@
 
 Measured are the median steps of result files that were made for other purposes; where a file says that they leave out
 the optimizer's update (`lacks_update`), it is added as plan predicts it. Six of an H200's rates
-(tools/plan/gpus/h200.json) are fitted to the rows marked so; every other row is predicted, each by the rates of its own
+(tools/plan/h200.json) are fitted to the rows marked so; every other row is predicted, each by the rates of its own
 GPU. In the fit, rows of another GPU count by the H200's rates, scaled by the data sheets (`scaled`). Compared are STEPS
 and each row of the files `WHOLE_FILES` (measured_steps.py); rows that are left out have a reason. No GPU is needed.
 """

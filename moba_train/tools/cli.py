@@ -125,7 +125,7 @@ def calibrate(
     ),
     minutes: Annotated[float, typer.Option(min=0.1, help="no attention except full and moba is begun later")] = 4.0,
 ) -> None:
-    """Measure what this machine's GPU does in a second, for `plan --nodes` and `tune`.
+    """Measure what this machine's GPU does in a second, for `plan` and `tune`.
 
     Matrix products, memory, blocks, loss, optimizers, attention of every kind, and links between GPUs, in under five
     minutes. benchmarks/measured/planning.md says what each number is."""

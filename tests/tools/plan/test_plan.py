@@ -102,7 +102,7 @@ def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_com
 
 def test_moba_layers_of_several_sizes_take_their_own_time() -> None:
     def attention_seconds(**options: Any) -> float:
-        return plan_of(config(attention=options), 16).steps[1].time.attention
+        return plan_of(config(attention=options, parallel={"cp": 8}), 16).steps[1].time.attention
 
     mixed = attention_seconds(moba={"block_size": 512, "topk": 3}, overrides={0: {"topk": 12}})
     few, many = (attention_seconds(moba={"block_size": 512, "topk": topk}) for topk in (3, 12))
