@@ -109,13 +109,13 @@ def plan(
     if nodes is not None and gpus is not None:
         raise PlanError("--nodes and --gpus: given both; allowed: --nodes with --gpus-per-node and --gpu")
     asked = named_gpu(gpu) if gpu is not None else None
-    machine = make_machine(asked or (None if rates else local_gpu()), gpus_per_node, network, rates)
+    here = local_gpu() if asked is None else None
+    machine = make_machine(asked or (None if rates else here), gpus_per_node, network, rates)
     if nodes is not None:
         plan_nodes(recipe, overrides or (), nodes, machine, not no_data)
         return
-    target = asked or (machine.gpu if rates else local_gpu())
-    here = asked is None and rates is None
-    plan_recipe(recipe, overrides or (), gpus or 1, machine, target, here, not no_data)
+    target = asked or here or (machine.gpu if rates else None)
+    plan_recipe(recipe, overrides or (), gpus or 1, machine, target, here is not None, not no_data)
 
 
 @app.command()

@@ -43,16 +43,19 @@ def print_plan(plan: Plan, console: Console) -> None:
         return
     console.print(_parts("Seconds of a step, and what a GPU receives in it", plan.steps))
     console.print(_predictions(plan.machine), soft_wrap=True)
-    at_most = "at most " if any(item.stage.until for item in plan.stages) else ""
-    console.print(f"all stages: {at_most}{format_duration(plan.seconds)}")
+    console.print(f"all stages: {_at_most(plan.stages)}{format_duration(plan.seconds)}")
+
+
+def _at_most(stages: Sequence[StagePlan]) -> str:
+    return "at most " if any(item.stage.until for item in stages) else ""
 
 
 def print_fit(plan: Plan, gpu: Gpu | None, console: Console) -> None:
     """Print how the stage that needs most memory fits the GPU; without a GPU, how to name one."""
     if gpu is None:
         text = (
-            f"this machine has no GPU: times are for {plan.machine.gpu.name}, and memory is compared with none; name "
-            "one by --gpu, such as --gpu h200"
+            "this machine has no GPU: times are for an H200, and memory is compared with none; name one by --gpu, such "
+            "as --gpu h200"
         )
     else:
         largest = largest_stage(plan)
@@ -137,13 +140,9 @@ def _stages(plan: Plan) -> Table:
         "layout": _layout,
         "micro-batches per step": lambda item: str(item.layout.micro_batches),
     }
-    if any(item.layout.strategy for item in plan.stages):
-        rows["transport, layout of cp"] = _strategy
     if plan.steps:
         seconds = {step.stage.name: step.seconds for step in plan.steps}
-        rows["time (estimate)"] = lambda item: (
-            ("at most " if item.stage.until else "") + format_duration(seconds[item.stage.name])
-        )
+        rows["time (estimate)"] = lambda item: _at_most([item]) + format_duration(seconds[item.stage.name])
     if any(item.layout.backends for item in plan.stages):
         rows["kernels of selected blocks"] = _backends
     return _by_stage(plan, "Stages", rows)
@@ -162,11 +161,6 @@ def _steps(item: StagePlan) -> str:
 def _attention(item: StagePlan) -> str:
     kinds = Counter(item.stage.kinds)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-
-
-def _strategy(item: StagePlan) -> str:
-    strategy = item.layout.strategy
-    return f"{strategy.transport}, {strategy.layout}" if strategy else "-"
 
 
 def _backends(item: StagePlan) -> str:
@@ -252,9 +246,8 @@ def print_layouts(layouts: Layouts, nodes: int, machine: Machine, console: Conso
     """Print the best layouts with their stages, then the parts of the fastest one's steps, and how to choose one."""
     gpus = nodes * machine.ranks_per_node
     count = "1 node" if nodes == 1 else f"{nodes} nodes"
-    between = f", {8e-9 * machine.links.network:g} Gbit/s a GPU between nodes" if nodes > 1 else ""
     console.print(
-        f"{gpus} GPUs: {count} of {machine.ranks_per_node} {machine.gpu.name}{between}; {layouts.tried} layouts divide "
+        f"{gpus} GPUs: {count} of {machine.ranks_per_node} {machine.gpu.name}; {layouts.tried} layouts divide "
         f"GPUs, model and batches, {layouts.fitting} fit\n{_predictions(machine)}",
         soft_wrap=True,
     )
@@ -279,8 +272,8 @@ def _best(layouts: Layouts) -> Table:
 
 def _predictions(machine: Machine) -> str:
     return (
-        f"all times are predictions, from {machine.rates.told}; evaluations, checkpoints and the host's time are left "
-        "out"
+        f"all times are predictions, from {machine.rates.told} and {8e-9 * machine.links.network:g} Gbit/s a GPU "
+        "between nodes; evaluations, checkpoints and the host's time are left out"
     )
 
 

@@ -68,7 +68,7 @@ def test_context_parallelism_divides_activations_and_costs_communication() -> No
     assert strategy.transport == "hierarchical"
     assert across.steps[1].traffic["cp"].network > 0
     print_plan(across, Console(file=tables, width=100))
-    for part in ("dp_shard 2 x cp 8", "hierarchical", "auto takes", "cp's communication and copies", "transport"):
+    for part in ("dp_shard 2 x cp 8", "hierarchical", "400 Gbit/s", "auto takes", "cp's communication and copies"):
         assert part in tables.getvalue(), part
 
 
