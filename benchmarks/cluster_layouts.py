@@ -20,9 +20,9 @@ from moba_train.memory.flops import stage_documents
 from moba_train.memory.shortage import format_gib
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.plan.command import find_layouts, make_machine
+from moba_train.tools.plan.command import find_layouts
 from moba_train.tools.plan.layouts import Layout, best_layouts
-from moba_train.tools.plan.step_time import StageStep
+from moba_train.tools.plan.step_time import StageStep, make_machine
 
 RECIPE = Path(__file__).parent.parent / "configs" / "recipes" / "continue-1m.yaml"
 MARKER = "<!-- layouts -->"

@@ -1,15 +1,14 @@
-"""Predicted beside measured time of training steps: the model behind `moba-train plan --nodes`, on the measured GPUs.
+"""Predicted beside measured time of training steps: the model behind `moba-train plan`, on the measured GPUs.
 
     python -m benchmarks.step_time                            # the table
     python -m benchmarks.step_time --fit                      # an H200's fitted rates, again
-    python -m benchmarks.step_time --scale h100               # an H200's rates scaled to another GPU, as JSON
     python -m benchmarks.step_time --write benchmarks/measured/planning.md   # both tables, into the document
     python -m benchmarks.step_time --rates FILE.json          # by the rates that `moba-train calibrate` measured
     python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
 
 Measured are the median steps of result files that were made for other purposes; where a file says that they leave out
 the optimizer's update (`lacks_update`), it is added as plan predicts it. Six of an H200's rates
-(tools/plan/gpus/h200.json) are fitted to the rows marked so; every other row is predicted, each by the rates of its own
+(tools/plan/h200.json) are fitted to the rows marked so; every other row is predicted, each by the rates of its own
 GPU. In the fit, rows of another GPU count by the H200's rates, scaled by the data sheets (`scaled`). Compared are STEPS
 and each row of the files `WHOLE_FILES` (measured_steps.py); rows that are left out have a reason. No GPU is needed.
 """
@@ -42,11 +41,11 @@ from benchmarks.trainer_run import write_corpus
 from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
-from moba_train.memory.devices import H200, Gpu, known_gpu
+from moba_train.memory.devices import H200, Device, Gpu, known_gpu
 from moba_train.memory.flops import stage_documents
 from moba_train.parallel.links import LINKS
-from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.plan.rates import MeasuredLayer, Rates, named_gpu, read_rates, shipped_rates
+from moba_train.resolve.run import resolve_unchecked, stage_layout
+from moba_train.tools.plan.rates import Rates, read_rates, scaled, shipped_rates
 from moba_train.tools.plan.step_time import NORM_BYTES, Machine, StageStep, attention_times, predict_step
 
 RESULTS = Path(__file__).parent / "results"
@@ -73,44 +72,6 @@ class Compared:
     def error(self) -> float:
         """Predicted / measured - 1."""
         return self.predicted.time.seconds / self.seconds - 1
-
-
-_BALANCED_BLOCK = 236
-"""Keys of a MoBA block for which an H200's products take as long as its memory: of each row of the history, forward and
-backward, 14 operations a key and element for 18 bytes an element (docs/explanation/kernels.md), at 790 TFLOP/s and 4.3
-TB/s."""
-
-
-def scaled(rates: Rates, gpu: Gpu) -> Rates:
-    """Rates of an H200, scaled to another GPU: by its peak what multiplies matrices, by its memory what reads
-    and writes.
-
-    AdamW's step only reads and writes; Muon's multiplies matrices. Attention is bound by products, except MoBA's in
-    small blocks, where reading and writing rows takes longer.
-    """
-    peak = (gpu.tflops or H200.tflops or 1.0) / (H200.tflops or 1.0)
-    bandwidth = (gpu.bandwidth or H200.bandwidth or 1.0) / (H200.bandwidth or 1.0)
-
-    def row_on_gpu(row: MeasuredLayer) -> MeasuredLayer:
-        speed = peak
-        if row.kind == "moba":
-            products_s = int(row.options["block_size"]) / _BALANCED_BLOCK
-            speed = max(products_s, 1.0) / max(products_s / peak, 1 / bandwidth)
-        times = {name: float(f"{getattr(row, name) / speed:.4g}") for name in ("forward_ms", "both_ms")}
-        return row.model_copy(update=times)
-
-    changes: dict[str, Any] = {
-        "gpu": gpu.name,
-        "gpu_memory": gpu.memory,
-        "note": "scaled from an H200's by the data sheets, not measured",
-        "sources": {"all": f"h200.json, by benchmarks/step_time.py --scale {gpu.name.lower()}"},
-        "products": peak * rates.products,
-        "float8_products": peak * (rates.float8_products or 0.0),
-        "memory": bandwidth * rates.memory,
-        "update_s": {name: s / (bandwidth if name == "adamw" else peak) for name, s in rates.update_s.items()},
-        "attention": tuple(map(row_on_gpu, rates.attention)),
-    }
-    return rates.model_copy(update=changes)
 
 
 RatesOf = Callable[[Gpu], Rates]
@@ -218,7 +179,9 @@ def _predict(step: Measured, rates_of: RatesOf, folder: Path) -> StageStep:
         on_gpu = _with(on_gpu, {"compiled_loss_bytes": on_gpu.eager_loss_bytes})
     attention = attention_times(config.model, stage, stage_documents(run.samples, stage), on_gpu)
     machine = Machine(measured_gpu(step), step.gpus, LINKS, on_gpu)
-    return predict_step(run.setup, run.memory, stage, sizes, attention, machine)
+    device = Device(machine.gpu, host_memory=None, is_here=False)
+    layout = stage_layout(run.setup, run.memory, stage, sizes, step.gpus, device)
+    return predict_step(run.setup, run.memory.optimizer, stage, layout, attention, machine)
 
 
 def _computed_logits_twice(step: Measured) -> bool:
@@ -352,15 +315,11 @@ def left_out() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit the rates anew, print them, and predict by them")
-    parser.add_argument("--scale", metavar="GPU", help="print an H200's rates, scaled to this GPU by the data sheets")
     parser.add_argument("--rates", type=Path, metavar="FILE", help="predict the steps of this file's GPU alone, by it")
     parser.add_argument("--results", type=Path, nargs="+", default=[], help="of benchmarks.training, in place of all")
     parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the tables between its markers")
     arguments = parser.parse_args()
     rates_of: RatesOf = shipped_rates
-    if arguments.scale:
-        print(scaled(shipped_rates(H200), named_gpu(arguments.scale)).to_json(), end="")
-        return
     if arguments.fit:
         rates = fit()
         rates_of = partial(scaled, rates)

@@ -19,9 +19,9 @@ from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
 from moba_train.config.mesh import WorldSize
 from moba_train.memory.devices import Device, local_gpu, local_host_memory
-from moba_train.resolve.plan import StagePlan, make_plan
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.plan.rates import peak_or_default
+from moba_train.tools.plan.plan import StagePlan, make_plan
+from moba_train.tools.plan.step_time import make_machine
 
 Found = TypeVar("Found")
 MODELS = Path(__file__).parent.parent / "configs" / "models"
@@ -71,7 +71,7 @@ def planned_here(file: Path, overrides: Sequence[str], ranks: int) -> StagePlan:
     gpu = local_gpu()
     device = Device(gpu, local_host_memory(ranks)) if gpu is not None else None
     run = resolve_unchecked(load_config(file, list(overrides))).on(WorldSize(ranks, ranks), device)
-    (stage,) = make_plan(run, peak_or_default(gpu), 0.4).stages
+    (stage,) = make_plan(run, make_machine(gpu, ranks, 400.0, None)).stages
     return stage
 
 

@@ -19,10 +19,10 @@ from moba_train.parallel.context.costs import TransportMemory
 from moba_train.parallel.data_shard import ContextEngines, DataShard
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import ModelSetup, sharded_model
-from moba_train.parallel.links import LINKS, Links
-from moba_train.resolve.plan import Plan, make_plan
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import ResolvedRun, resolve_unchecked, setup_on, stage_layout
+from moba_train.tools.plan.plan import Plan, make_plan
+from moba_train.tools.plan.step_time import make_machine
 
 _DEVICES = {"cpu": Device(None, None), "cuda": Device(H200, None), None: None}
 
@@ -57,15 +57,12 @@ def spec_of(config: RunConfig) -> ModelSpec:
 def plan_of(
     config: RunConfig,
     ranks: int,
-    peak_tflops: float = 989,
-    mfu: float = 0.4,
     ranks_per_node: int = 8,
     gpu_bytes: float | None = None,
     documents: Sequence[Documents] | None = None,
     host_bytes: float | None = None,
-    links: Links = LINKS,
 ) -> Plan:
-    """The plan of a recipe, not checked, on GPUs with this memory (None: not known).
+    """The plan of a recipe, not checked, on GPUs with this memory (None: not known) and the rates of an H200.
 
     host_bytes: host memory for the tensors of each GPU; None: not known
     """
@@ -73,7 +70,7 @@ def plan_of(
     if gpu_bytes is not None or host_bytes is not None:
         device = _Device(Gpu("a GPU", None, gpu_bytes or float("inf")), host_bytes)
     run = resolve_unchecked(config).on(WorldSize(ranks, ranks_per_node), device)
-    return make_plan(run, peak_tflops, mfu, documents, links)
+    return make_plan(run, make_machine(H200, ranks_per_node, 400.0, None), documents)
 
 
 class _Device(Device):

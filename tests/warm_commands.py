@@ -23,9 +23,9 @@ def serve(address: str) -> None:
     """Fork a command for each connection."""
     import data_tools.cli
     import moba_train.attention.moba
-    import moba_train.resolve.plan
     import moba_train.tools.cli
     import moba_train.tools.convert.hf  # what the commands import late
+    import moba_train.tools.plan.plan
     import moba_train.train
 
     gc.freeze()

@@ -20,7 +20,7 @@ from moba_train.data.loader import DataSpec, training_data
 from moba_train.model.build import build_attention
 from moba_train.model.feed_forward import feed_forward_costs
 from moba_train.model.spec import attention_matrices
-from moba_train.parallel.activations import Kept, LayerActivations
+from moba_train.parallel.activations import Kept
 
 READ_TOKENS = 1 << 26
 """Tokens of a stage whose document lengths are read. 64M tokens in documents of 500 tokens on average took 0.7 s on one
@@ -90,11 +90,6 @@ def kept_flops(model: ModelConfig, stage: Stage, layer: int) -> dict[Kept, float
         Kept.PRODUCTS: 2.0 * feed_forward_costs(model, layer).active * 2 / 3,
     }
     return {kept: sum(flops for level, flops in found.items() if level <= kept) for kept in Kept}
-
-
-def recomputed_flops(model: ModelConfig, stage: Stage, layers: Sequence[LayerActivations]) -> float:
-    """FLOPs per token that the backward pass repeats because the layers do not keep their results."""
-    return sum(repeated_flops(model, stage, index, layer.kept) for index, layer in enumerate(layers))
 
 
 def repeated_flops(model: ModelConfig, stage: Stage, layer: int, kept: Kept) -> float:

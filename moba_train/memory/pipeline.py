@@ -1,8 +1,7 @@
 """Pipeline parallelism: the layers of each part, the work of each rank, and the time that ranks wait for each other.
 
-Times are in floating-point operations that a rank carries out: those count that activation checkpointing repeats. What
-`activation_checkpointing: budget` repeats depends on the layers of each rank, so the split counts none of it, but the
-bubble does.
+The split goes by the floating-point operations of each layer, with those that activation checkpointing repeats. What
+`activation_checkpointing: budget` repeats depends on the layers of each rank, so the split counts none of it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from moba_train.memory.flops import layer_flops, repeated_flops
 from moba_train.model.feed_forward import feed_forward_costs
 from moba_train.model.part import ModelPart
 from moba_train.model.spec import attention_matrices
-from moba_train.parallel.activations import Kept, LayerActivations
+from moba_train.parallel.activations import Kept
 from moba_train.parallel.pipeline.model import balanced_split, model_parts, number_of_parts, rank_part
 
 
@@ -33,50 +32,12 @@ def best_parts(
     output = 0.0
     for stage in stages:
         tokens = stage.end_token - stage.first_token
-        costs = _layer_costs(model, stage, [stage.seq_len], [LayerActivations(kept)] * len(layers))
-        layers = [total + tokens * cost for total, cost in zip(layers, costs, strict=True)]
-        output += tokens * _output_cost(model)
+        attention = {kind: layer_flops(model, kind, [stage.seq_len]) / stage.seq_len for kind in {*stage.attention}}
+        for index, kind in enumerate(stage.attention):
+            products = 6 * (attention_matrices(model, index) + feed_forward_costs(model, index).active)
+            layers[index] += tokens * (products + attention[kind] + repeated_flops(model, stage, index, kept))
+        output += tokens * 6.0 * model.vocab_size * model.hidden_size
     return balanced_split(layers, output, number_of_parts(parallel))
-
-
-def _layer_costs(
-    model: ModelConfig, stage: Stage, lengths: Sequence[int], layers: Sequence[LayerActivations]
-) -> list[float]:
-    """Operations of each layer for each token of documents of these lengths, forward, backward, and repeated."""
-    matrices = [6 * (attention_matrices(model, n) + feed_forward_costs(model, n).active) for n in range(model.layers)]
-    by_kind = {layer: layer_flops(model, layer, lengths) / sum(lengths) for layer in dict.fromkeys(stage.attention)}
-    repeated = [repeated_flops(model, stage, index, layer.kept) for index, layer in enumerate(layers)]
-    parts = zip(matrices, stage.attention, repeated, strict=True)
-    return [products + by_kind[kind] + more for products, kind, more in parts]
-
-
-def _output_cost(model: ModelConfig) -> float:
-    """Operations of the output projection for each token that carries loss."""
-    return 6.0 * model.vocab_size * model.hidden_size
-
-
-def pipeline_bubble(
-    model: ModelConfig,
-    parts: Sequence[int],
-    stage: Stage,
-    lengths: Sequence[int],
-    micro_batches: int,
-    activations: Sequence[LayerActivations],
-) -> float:
-    """Share of a step in which a rank waits, on average: at the ends of the step, and for slower ranks throughout.
-
-    parts: number of layers in each part of the model
-    lengths: of documents, in tokens
-    micro_batches: of a rank in one step
-    activations: what each layer of the model keeps for its backward pass
-
-    A step takes as long as the slowest rank computes, and as long as the first micro-batch needs to reach the others:
-    with several parts on a rank one of them, with zero bubble the forward pass or one of two backward passes.
-    """
-    costs = _layer_costs(model, stage, lengths, activations)
-    ranks = rank_costs(parts, stage.parallel.pp, costs, _output_cost(model))
-    computed = micro_batches * sum(ranks) / len(ranks)
-    return 1 - computed / step_length(stage.parallel, len(parts), ranks, micro_batches)
 
 
 def rank_costs(parts: Sequence[int], pp: int, layers: Sequence[float], output: float) -> list[float]:
@@ -89,15 +50,14 @@ def rank_costs(parts: Sequence[int], pp: int, layers: Sequence[float], output: f
 
 
 def step_length(parallel: ParallelConfig, parts: int, ranks: Sequence[float], micro_batches: int) -> float:
-    """Cost of a whole step, waiting included, given that of a micro-batch on each rank; see `pipeline_bubble`."""
+    """Cost of a whole step, waiting included, given that of a micro-batch on each rank.
+
+    It is what the slowest rank computes, and what the first micro-batch needs to reach the others: with several parts
+    on a rank one of them, with zero bubble the forward pass or one of two backward passes.
+    """
     slowest = max(ranks)
-    return micro_batches * slowest + (sum(ranks) - slowest) / _steps_of_filling(parallel, parts)
-
-
-def _steps_of_filling(parallel: ParallelConfig, parts: int) -> int:
-    """Number of equal shares in which a rank's work for a micro-batch is passed on while the pipeline fills and
-    empties."""
-    return 3 if parallel.pp_schedule == "zero_bubble" else parts // parallel.pp
+    filling = 3 if parallel.pp_schedule == "zero_bubble" else parts // parallel.pp
+    return micro_batches * slowest + (sum(ranks) - slowest) / filling
 
 
 def kept_micro_batches(parallel: ParallelConfig, rank: int, micro_batches: int) -> float:

@@ -3,28 +3,22 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from moba_train.config.base import format_count, format_duration
+from moba_train.config.base import format_count
 from moba_train.config.stages import Stage
 from moba_train.memory.shortage import host_shortage
 from moba_train.parallel.float8 import describe_layers
-from moba_train.resolve.plan import make_plan
 from moba_train.resolve.run import ResolvedRun, StageLayout
 from moba_train.telemetry.sinks import describe_sinks
 
-MFU = 0.4
-"""Utilisation that the predicted time assumes, as `moba-train plan` does."""
-
 
 def summarize(run: ResolvedRun) -> str:
-    """Model, stages, mesh, tokens, layers in FP8 and predictions of a run on known ranks and devices.
+    """Model, stages, mesh, tokens, layers in FP8 and memory of a run on known ranks and devices.
 
-    Memory is predicted for GPUs only, with a warning where their host has too little, and time for GPUs whose peak is
-    known.
+    Memory is predicted for GPUs only, with a warning where their host has too little.
     """
     assert run.world is not None
     assert run.device is not None
     gpu = run.device.gpu
-    peak = gpu.tflops if gpu is not None else None
     model = run.setup.shape
     heads = f"{model.heads} heads" + (f" on {model.kv_heads} kv heads" if model.kv_heads != model.heads else "")
     counts = run.setup.spec.counts
@@ -50,10 +44,6 @@ def summarize(run: ResolvedRun) -> str:
         name = max(needs, key=needs.__getitem__)
         gib = f"{needs[name] / 2**30:.1f} of {gpu.memory / 2**30:.0f} GiB"
         lines.append(("memory", f"{gib} per GPU in stage {name} (predicted)"))
-    if peak is not None:
-        at_most = "at most " if any(stage.until for stage in run.stages) else ""
-        seconds = make_plan(run, peak, MFU).seconds
-        lines.append(("time", f"about {at_most}{format_duration(seconds)} (predicted, at {MFU:.0%} of the peak)"))
     lines.append(("folder", f"{run.folders.run}: config.yaml (every value of the recipe), metrics.jsonl, checkpoints"))
     lines.append(("records", describe_sinks(run.telemetry)))
     warnings = []

@@ -91,13 +91,6 @@ def plan(
         typer.Option(help="GPU that the run must fit, such as h200; default: this machine's (with --nodes, else h200)"),
     ] = None,
     rates: Rates = None,
-    tflops: Annotated[
-        float | None,
-        typer.Option(min=1.0, max=1e6, help="dense bf16 peak of one GPU; default: that of --gpu, else an H100's"),
-    ] = None,
-    mfu: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="fraction of the peak that is reached; --nodes predicts it")
-    ] = 0.4,
     no_data: Annotated[
         bool, typer.Option("--no-data", help="plan without corpora, tokenizer and init_from, which need not exist yet")
     ] = False,
@@ -109,22 +102,20 @@ def plan(
     With --nodes the parallel layout is chosen: the best five by predicted time."""
     from moba_train.errors import PlanError
     from moba_train.memory.devices import local_gpu
-    from moba_train.tools.plan.command import make_machine, plan_nodes, plan_recipe
+    from moba_train.tools.plan.command import plan_nodes, plan_recipe
     from moba_train.tools.plan.rates import named_gpu
+    from moba_train.tools.plan.step_time import make_machine
 
+    if nodes is not None and gpus is not None:
+        raise PlanError("--nodes and --gpus: given both; allowed: --nodes with --gpus-per-node and --gpu")
     asked = named_gpu(gpu) if gpu is not None else None
-    if nodes is None:
-        if rates is not None:
-            raise PlanError("--rates: given without --nodes; allowed: with it, where the layout is chosen")
-        target = asked or local_gpu()
-        here = asked is None
-        plan_recipe(recipe, overrides or (), gpus or 1, gpus_per_node, network, target, here, tflops, mfu, not no_data)
+    here = local_gpu() if asked is None else None
+    machine = make_machine(asked or (None if rates else here), gpus_per_node, network, rates)
+    if nodes is not None:
+        plan_nodes(recipe, overrides or (), nodes, machine, not no_data)
         return
-    if gpus is not None or tflops is not None:
-        given = "--gpus" if gpus is not None else "--tflops"
-        raise PlanError(f"--nodes and {given}: given both; allowed: --nodes with --gpus-per-node and --gpu")
-    machine = make_machine(asked or (None if rates else local_gpu()), gpus_per_node, network, rates)
-    plan_nodes(recipe, overrides or (), nodes, machine, not no_data)
+    target = asked or here or (machine.gpu if rates else None)
+    plan_recipe(recipe, overrides or (), gpus or 1, machine, target, here is not None, not no_data)
 
 
 @app.command()
@@ -134,7 +125,7 @@ def calibrate(
     ),
     minutes: Annotated[float, typer.Option(min=0.1, help="no attention except full and moba is begun later")] = 4.0,
 ) -> None:
-    """Measure what this machine's GPU does in a second, for `plan --nodes` and `tune`.
+    """Measure what this machine's GPU does in a second, for `plan` and `tune`.
 
     Matrix products, memory, blocks, loss, optimizers, attention of every kind, and links between GPUs, in under five
     minutes. benchmarks/measured/planning.md says what each number is."""
@@ -163,7 +154,7 @@ def tune(
 
     from moba_train.errors import PlanError
     from moba_train.memory.devices import local_gpu
-    from moba_train.tools.plan.command import make_machine
+    from moba_train.tools.plan.step_time import make_machine
     from moba_train.tools.plan.tune import tune as measured
 
     check_output_file(output)

@@ -126,7 +126,7 @@ def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(run: RunScript, tmp
             file.write_text(json.dumps(content))
             config = load_config(file, list(row.overrides))
             check(config, ranks=GPUS, check_files=False, ranks_per_node=GPUS)
-            (stage,) = plan_of(config, GPUS, 989, 0.4, GPUS, 139.8 * 2**30).stages
+            (stage,) = plan_of(config, GPUS, GPUS, 139.8 * 2**30).stages
             assert stage.memory.total / 2**30 < FITS, text
             checked += 1
     assert checked == 9 + 4 + 1 + 5

@@ -21,7 +21,6 @@ from benchmarks.step_time import (
     left_out,
     logit_bytes,
     rows_of,
-    scaled,
     summary,
     table,
 )
@@ -174,7 +173,7 @@ def test_the_rates_are_those_that_the_fit_finds() -> None:
 
 def test_another_gpus_rates_are_scaled_by_its_peak_or_by_its_memory() -> None:
     for name, peak, bandwidth in (("b200", 2250 / 989, 8 / 4.8), ("h100", 1, 3.35 / 4.8), ("l40s", 362 / 989, 0.18)):
-        found = scaled(RATES, named_gpu(name))
+        found = shipped_rates(named_gpu(name))
         assert found.products / RATES.products == pytest.approx(peak)
         assert found.float8_products is not None
         assert RATES.float8_products is not None
@@ -187,8 +186,3 @@ def test_another_gpus_rates_are_scaled_by_its_peak_or_by_its_memory() -> None:
                 if (ours.kind, ours.options.get("block_size")) == (kind, block_size):
                     expected = min(speed, 236 / 128 * peak) if block_size == 128 else speed
                     assert ours.both_ms / theirs.both_ms == pytest.approx(expected, rel=1e-3), (name, ours)
-
-
-def test_the_shipped_rates_of_an_h100_are_scaled_or_measured() -> None:
-    rates = shipped_rates(named_gpu("h100"))
-    assert rates == scaled(RATES, named_gpu("h100")) or "measured by moba-train calibrate" in rates.note

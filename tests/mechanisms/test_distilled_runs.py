@@ -92,7 +92,7 @@ def test_both_stages_resume_bitwise(finished: Run, kind: str, run: Run) -> None:
 
 def test_the_plan_counts_the_gates_parameters_exactly(finished: Run) -> None:
     config = load_config(finished.run_dir / "config.yaml")
-    plan = plan_of(config, 1, 989, 0.4)
+    plan = plan_of(config, 1)
     with torch.device("meta"):
         model = build_model(spec_of(config))
     own = [p.numel() for name, p in model.named_parameters() if ".attention.seer." in name or ".attention.msa." in name]

@@ -108,7 +108,7 @@ def test_the_plan_counts_parameters_and_operations(tmp_path: Path, corpora: Path
     config = load_config(with_options(tmp_path, corpora).write_recipe())
     with torch.device("meta"):
         model = build_model(spec_of(config))
-    assert plan_of(config, 1, 989, 0.4).parameters.total == sum(x.numel() for x in model.parameters())
+    assert plan_of(config, 1).parameters.total == sum(x.numel() for x in model.parameters())
     gate = config.model.hidden_size * config.model.heads
     assert attention_matrices(config.model, 1) - attention_matrices(config.model, 0) == gate
     without = config.model.model_copy(update={"gate_layers": "none"})
@@ -122,7 +122,7 @@ def test_the_plan_counts_what_a_gate_keeps(gate: str, tmp_path: Path, corpora: P
     run.recipe["model"] |= {"output_gate": gate}
     run.recipe["stages"][0]["attention"] = {"default": "full"}
     config = load_config(run.write_recipe())
-    planned = plan_of(config, 1, 989, 0.4).stages[0]
+    planned = plan_of(config, 1).stages[0]
     kept = estimate_of(config, planned.stage, planned.mesh).kept_bytes
     tokens = planned.stage.seq_len * planned.stage.micro_batch_size
     model = Transformer(config.model).bfloat16()

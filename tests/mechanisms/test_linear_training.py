@@ -73,7 +73,7 @@ def test_they_train_and_resume_bitwise(run: Run, alone: Run) -> None:
 
 def test_plans_count_their_parameters_exactly(run: Run) -> None:
     config = load_config(with_kinds(run, "kda", "lightning").write_recipe())
-    plan = plan_of(config, 1, 989, 0.4)
+    plan = plan_of(config, 1)
     with torch.device("meta"):
         model = build_model(spec_of(config))
     assert plan.parameters.attention_kinds == LIGHTNING + KDA
@@ -148,7 +148,7 @@ def test_a_layer_with_the_projections_of_its_kind_alone_trains_on_ranks_as_on_on
     config = load_config(alone.write_recipe())
     with torch.device("meta"):
         model = build_model(spec_of(config))
-    assert plan_of(config, 1, 989, 0.4).parameters.total == sum(weight.numel() for weight in model.parameters())
+    assert plan_of(config, 1).parameters.total == sum(weight.numel() for weight in model.parameters())
     for size in ("cp", "tp"):
         (tmp_path / size).mkdir()
         run = with_bare_layer(Run(tmp_path / size, corpora), **{size: 2})

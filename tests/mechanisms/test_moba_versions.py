@@ -60,7 +60,7 @@ def test_it_resumes_bitwise(finished: Run, run: Run, ranks: Ranks) -> None:
 
 
 def test_its_plan_evaluation_and_export(finished: Run, tmp_path: Path) -> None:
-    plan = plan_of(load_config(finished.write_recipe()), 2, 989, 0.4)
+    plan = plan_of(load_config(finished.write_recipe()), 2)
     cross = 32 + 32 * (32 + 2 * 16) + 32 * 32
     assert plan.parameters.attention_kinds == 16 * 3 + cross
     tensors = checkpoint_tensors(finished.newest_checkpoint)

@@ -16,16 +16,15 @@ from moba_train.mechanisms.experts.experts import MixtureOfExperts
 from moba_train.memory.layer_memory import BlockBytes, LayerMemory, block_bytes
 from moba_train.parallel import fsdp
 from moba_train.parallel.activations import Kept
-from moba_train.parallel.context.costs import gather_cost, most_memory
+from moba_train.parallel.context.costs import gather_cost
 from moba_train.parallel.context.policy import predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs
-from moba_train.resolve.plan import StagePlan
 from tests.mechanisms.experts_model import ACTIVE, HIDDEN, LivingRows, drawn, mixture, options
-from tests.memory.test_memory import config, planned
+from tests.memory.test_memory import config
 from tests.memory.test_weights import assert_gathered_weights_of_own_layers, assert_parameters_of_own_layers, layouts
 from tests.parallel.test_stage_strategy import MOBA, stage_of
-from tests.resolved import estimate_of, setup_of, stages_of
+from tests.resolved import estimate_of, plan_of, setup_of, stages_of
 
 TOKENS = 512
 
@@ -34,24 +33,25 @@ def test_layers_without_a_transport_count_what_they_gather() -> None:
     """Two ranks of 32K tokens: `msa` keeps the other rank's keys, values and index keys, `lightning` exchanges states
     alone."""
 
-    def transport(plan: StagePlan) -> float:
-        assert plan.context is not None
-        return most_memory(plan.context.layer_costs.values()).buffers
-
-    found = {}
+    plans = {}
     for kind in ("full", "msa", "lightning"):
         for cp in (1, 2):
             changes = {"batch_tokens": "64K", "parallel": {"cp": cp}, "activation_checkpointing": "none"}
-            found[kind, cp] = planned("llama-1b", cp, "64K", {"default": kind}, **changes)
+            plans[kind, cp] = plan_of(config("llama-1b", "64K", {"default": kind}, **changes), cp)
+    found = {key: plan.stages[0] for key, plan in plans.items()}
     row = 2 * 2 * 8 * 64  # bf16 keys and values of a token
     index = 2 * 64
-    full, lightning = found["full", 2].context, found["lightning", 2].context
-    assert full is not None
-    assert lightning is not None
-    assert transport(found["full", 2]) == full.cost.memory_bytes > 0
-    assert transport(found["msa", 2]) == 65536 * (row + index)
-    assert transport(found["lightning", 2]) == 0
-    assert lightning.exposed_seconds(*set(found["lightning", 2].stage.attention)) == 0
+    model = config("llama-1b", "64K", {}, batch_tokens="64K").model
+    costs = {}
+    for kind in ("full", "msa", "lightning"):
+        stage, layout = found[kind, 2].stage, found[kind, 2].layout
+        assert layout.strategy is not None
+        (costs[kind],) = stage_costs(model, stage, layout.strategy).values()
+    assert costs["full"].memory_bytes > 0
+    assert costs["msa"].memory_bytes == 65536 * (row + index)
+    assert costs["lightning"].memory_bytes == 0
+    assert plans["lightning", 2].steps[0].time.cp == 0 < plans["full", 2].steps[0].time.cp
+    assert plans["lightning", 2].steps[0].traffic["cp"].node == 0
     stage, config_of_run = found["msa", 2].stage, config("llama-1b", "64K", {"default": "msa"}, batch_tokens="64K")
     kept = estimate_of(config_of_run, stage, found["msa", 2].mesh).kept_bytes
     alone = estimate_of(config_of_run, stage, found["msa", 1].mesh).kept_bytes

@@ -24,8 +24,8 @@ from moba_train.memory import flops as documents
 from moba_train.memory.flops import dense_flops, layer_flops, matmul_flops, real_flops, repeated_flops
 from moba_train.parallel.activations import Kept
 from moba_train.parallel.world import World
-from moba_train.resolve.plan import StagePlan
 from moba_train.run.step import batch_flops, throughput
+from moba_train.tools.plan.plan import StagePlan
 from tests.resolved import plan_of, samples_of, stages_of
 
 LLAMA_8B = ModelConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, layers=32, heads=32, kv_heads=8)
@@ -188,7 +188,7 @@ def packed_run(folder: Path, packing: str) -> RunConfig:
 
 
 def planned(config: RunConfig) -> StagePlan:
-    (stage,) = plan_of(config, 1, 989, 0.4).stages
+    (stage,) = plan_of(config, 1).stages
     return stage
 
 
@@ -226,7 +226,6 @@ def test_plan_and_throughput_agree_with_a_count_over_real_batches(tmp_path: Path
     stage_plan = planned(config)
     assert batch_flops(config.model, stage, batches) == pytest.approx(counted, rel=1e-12)
     assert stage_plan.real_flops * 16 * SEQ_LEN == pytest.approx(counted, rel=1e-12)
-    assert stage_plan.seconds == pytest.approx(counted / (989e12 * 0.4))
     assert len({batch.padding > 0 for batch in batches}) == (2 if packing == "best_fit" else 1)
 
 
@@ -264,14 +263,16 @@ def test_a_plan_without_corpora_counts_one_document_per_sequence(tmp_path: Path)
     assert by_documents.real_flops < by_sequences.real_flops
 
 
-def test_time_of_a_context_parallel_layer_is_counted_by_documents(tmp_path: Path) -> None:
+def test_time_of_attention_is_counted_by_documents(tmp_path: Path) -> None:
     config = packed_run(tmp_path, "concat")
     config = config.model_copy(update={"parallel": ParallelConfig(cp=2)})
-    (stage_plan,) = plan_of(config, 2, 989, 0.4).stages
-    assert stage_plan.context is not None
-    for layer, seconds in stage_plan.context.attention_seconds.items():
-        flops = layer_flops(config.model, layer, stage_plan.documents.lengths)
-        assert seconds == pytest.approx(flops / 16 / 2 / (989e12 * 0.4))  # of 16 sequences one, on 2 ranks
+    plan = plan_of(config, 2)
+    rates = plan.machine.rates
+    seconds = 0.0
+    for layer in plan.stages[0].stage.attention:
+        flops = layer_flops(config.model, layer, plan.stages[0].documents.lengths)
+        seconds += flops / rates.attention_rate(layer, config.model.head_width, SEQ_LEN).both / rates.attention_in_step
+    assert plan.steps[0].time.attention == pytest.approx(seconds / 2 / 2)  # of 16 sequences 8, on 2 ranks
 
 
 def test_a_plan_reads_a_bounded_number_of_sequences_and_at_least_one(

@@ -24,11 +24,12 @@ from moba_train.memory.shortage import host_shortage, shortage
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel import fsdp
 from moba_train.parallel.activations import Kept, LayerActivations
+from moba_train.parallel.stage_strategy import stage_costs
 from moba_train.parallel.transfers import REDUCTION_BUFFER
 from moba_train.registry import ADAMW_KERNELS
-from moba_train.resolve.plan import StagePlan
 from moba_train.resolve.recipe import resolve
 from moba_train.run.summary import summarize
+from moba_train.tools.plan.plan import StagePlan
 from tests.resolved import estimate_of, kept_by, plan_of, setup_of, spec_of, stages_of, weights_of, work_of
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def config(model: str, seq_len: str, attention: Section, **changes: Any) -> RunC
 
 def planned(model: str, world_size: int, *arguments: Any, **changes: Any) -> StagePlan:
     """The plan of the only stage of `config`."""
-    return plan_of(config(model, *arguments, **changes), world_size, 989, 0.4).stages[0]
+    return plan_of(config(model, *arguments, **changes), world_size).stages[0]
 
 
 def memory(*arguments: Any, **changes: Any) -> Memory:
@@ -337,10 +338,11 @@ def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else() ->
     narrow = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 64, "layers": 1, **heads}
     recipe = config("tiny", "64K", FULL, batch_tokens="64K", parallel={"cp": 8})
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=narrow)})
-    stage = plan_of(recipe, 8, 989, 0.4).stages[0]
+    stage = plan_of(recipe, 8).stages[0]
     assert stage.memory.moment == "first attention"
-    assert stage.context is not None
-    assert stage.memory.transport == stage.context.cost.memory_bytes > 0
+    assert stage.layout.strategy is not None
+    (cost,) = stage_costs(recipe.model, stage.stage, stage.layout.strategy).values()
+    assert stage.memory.transport == cost.memory_bytes > 0
     assert stage.memory.total == sum(getattr(stage.memory, part) for part in MEMORY_PARTS)
 
 
@@ -354,7 +356,7 @@ def test_the_workspace_of_kernels_counts_in_attention_and_slices_divide_it() -> 
         moba = {"default": "moba", "moba": {"block_size": 512, "topk": 8}}
         recipe = config("tiny", "64K", moba, batch_tokens="64K", parallel=parallel)
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=narrow)})
-        found[slices] = plan_of(recipe, 8, 989, 0.4).stages[0].memory
+        found[slices] = plan_of(recipe, 8).stages[0].memory
         assert found[slices].moment == "first attention"
     queries = 2 * 32 * 128 * (65536 // 8)
     assert found[1].working - found[4].working == round(0.75 * 3 * queries)
@@ -408,7 +410,7 @@ def test_offloaded_activations_leave_room_on_the_host_for_saves_and_the_optimize
     def offloaded(host_gib: float, every: int | None, **optim: Any) -> int:
         changes = {"batch_tokens": "8K", "activation_offload": True, "optim": optim, "memory": {"gpu_gib": 1}}
         recipe = config("llama-1b", "8K", FULL, checkpoint={"every": every}, **changes)
-        layers = plan_of(recipe, 1, 989, 0.4, host_bytes=host_gib * 2**30).stages[0].activations.layers
+        layers = plan_of(recipe, 1, host_bytes=host_gib * 2**30).stages[0].activations.layers
         return sum(layer.on_host for layer in layers)
 
     state = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K").optimizer / 2**30
@@ -429,7 +431,7 @@ def test_the_copy_of_a_save_is_as_large_as_the_rank_s_part_of_the_checkpoint() -
 
 def test_a_host_with_too_little_memory_is_named_with_what_takes_it() -> None:
     changes = {"batch_tokens": "16K", "activation_offload": True, "activation_checkpointing": "full"}
-    plan = plan_of(config("llama3-8b", "8K", FULL, **changes), 2, 989, 0.4)
+    plan = plan_of(config("llama3-8b", "8K", FULL, **changes), 2)
     copies, kept = 12 * LLAMA_8B // 2, plan.stages[0].activations.host_bytes
     needs = {"only": plan.stages[0].activations}
     assert host_shortage(needs, copies + kept) is None
@@ -437,7 +439,7 @@ def test_a_host_with_too_little_memory_is_named_with_what_takes_it() -> None:
     assert missing.startswith(f"stage only needs about {(copies + kept) / 2**30:.1f} GiB of host memory for each GPU")
     assert f"(the copy of a save 44.9, activations {kept / 2**30:.1f}), but this machine has" in missing
     assert missing.endswith("lower memory.host_gib or use more machines")
-    without = plan_of(config("llama3-8b", "8K", FULL, batch_tokens="16K"), 2, 989, 0.4)
+    without = plan_of(config("llama3-8b", "8K", FULL, batch_tokens="16K"), 2)
     alone = host_shortage({"only": without.stages[0].activations}, copies - 1) or ""
     assert alone.endswith("take more; use more machines"), "memory.host_gib is refused without activation_offload"
 
@@ -479,5 +481,5 @@ def test_budget_leaves_room_for_gradients_that_come_later() -> None:
 def test_the_line_that_memory_md_quotes_is_that_of_plan() -> None:
     changes = {"batch_tokens": "128K", "parallel": {"cp": 2}, "compile": True}
     recipe = config("llama3-8b", "128K", {"default": "moba", "moba": {"block_size": 512, "topk": 8}}, **changes)
-    (stage,) = plan_of(recipe, 2, 989, 0.4, gpu_bytes=H200.memory).stages
+    (stage,) = plan_of(recipe, 2, gpu_bytes=H200.memory).stages
     assert f"\n```\n{stage.activations.describe()}\n```\n" in (ROOT / "docs/how-to/out-of-memory.md").read_text()

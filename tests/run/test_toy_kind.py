@@ -135,7 +135,7 @@ def test_tensor_parallelism_is_refused_for_its_parameters(toy_run: Run) -> None:
 
 def test_its_plan_counts_its_parameters_exactly(toy_run: Run) -> None:
     config = load_config(toy_run.write_recipe())
-    plan = plan_of(config, 1, 989, 0.4)
+    plan = plan_of(config, 1)
     with torch.device("meta"):
         model = build_model(spec_of(config))
     assert plan.parameters.attention_kinds == HIDDEN * HEADS + HEADS

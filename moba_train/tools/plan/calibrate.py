@@ -1,4 +1,4 @@
-"""`moba-train calibrate`: measures the rates of this machine's GPU, by which `plan --nodes` and `tune` predict steps.
+"""`moba-train calibrate`: measures the rates of this machine's GPU, by which `plan` and `tune` predict steps.
 
 The parts of a step are timed alone, for up to a second each, in a layer of Llama-3-8B's shape: matrix products, copies,
 the loss, an optimizer's update, a whole block (compiled and not), and the attention of every registered kind. Two rates

@@ -9,8 +9,8 @@ from moba_train.errors import ConfigError
 from moba_train.memory.devices import Gpu
 from moba_train.memory.memory import MemoryPolicy
 from moba_train.memory.shortage import usable_bytes
-from moba_train.resolve.plan import Plan, StagePlan
 from moba_train.resolve.run import ResolvedRun
+from moba_train.tools.plan.plan import Plan, StagePlan
 
 Replan = Callable[[Sequence[str], int], Plan]
 """Plans the recipe with further overrides on a number of GPUs. Raises ConfigError for what cannot work."""
@@ -73,7 +73,7 @@ def cheapest_changes(run: ResolvedRun, plan: Plan, gpu: Gpu, replan: Replan, mos
                 nearest = change
         if len(fitting) >= most:
             break
-    cheapest = sorted(fitting.values(), key=lambda change: (change.plan.world.ranks, change.plan.recomputed_seconds))
+    cheapest = sorted(fitting.values(), key=lambda change: (change.plan.world.ranks, change.plan.seconds))
     return Changes(tuple(cheapest[:most]), None if cheapest else nearest)
 
 

@@ -13,12 +13,10 @@ from moba_train.config.mesh import WorldSize
 from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import CheckpointError, ConfigError, PlanError, UserError
-from moba_train.memory.devices import H200, Device, Gpu, local_host_memory
+from moba_train.memory.devices import Device, Gpu, local_host_memory
 from moba_train.memory.flops import stage_documents
 from moba_train.memory.shortage import host_shortage, shortage
-from moba_train.parallel.links import LINKS
 from moba_train.resolve.data import tokenizer_problems
-from moba_train.resolve.plan import Plan, make_plan
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import ResolvedRun, RunFolders
 from moba_train.resolve.warnings import print_recipe_warnings
@@ -27,7 +25,7 @@ from moba_train.run.resumable import resumed_progress
 from moba_train.tools.cli_options import table_console
 from moba_train.tools.plan.changes import cheapest_changes, largest_stage
 from moba_train.tools.plan.layouts import Layouts, best_layouts
-from moba_train.tools.plan.rates import peak_or_default, read_rates, shipped_rates
+from moba_train.tools.plan.plan import Plan, make_plan
 from moba_train.tools.plan.render import print_changes, print_fit, print_layouts, print_over_budget, print_plan
 from moba_train.tools.plan.step_time import Machine
 
@@ -36,30 +34,25 @@ def plan_recipe(
     recipe: Path,
     overrides: Sequence[str],
     gpus: int,
-    gpus_per_node: int,
-    network: float,
+    machine: Machine,
     gpu: Gpu | None,
     is_here: bool,
-    tflops: float | None,
-    mfu: float,
     check_files: bool,
 ) -> None:
-    """Print what a recipe costs on `gpus` GPUs; the arguments are the options of `moba-train plan`.
+    """Print what a recipe costs on `gpus` GPUs.
 
     gpu: None: memory is not compared with any; is_here: it is this machine's, whose host counts as well
 
     Raises UserError; PlanError for a plan that does not fit the GPU, after printing changes that make it fit.
     """
-    links = LINKS._replace(network=network * 1e9 / 8)
-    rate = tflops or peak_or_default(gpu)
     config = load_config(recipe, overrides)
-    per_node = min(gpus, gpus_per_node)
+    per_node = min(gpus, machine.ranks_per_node)
     host = local_host_memory(per_node) if gpu and is_here else None
     device = Device(gpu, host, is_here=False) if gpu else None  # packages may be missing where a run is planned
     run = resolve(config, WorldSize(gpus, per_node), device, check_files=check_files)
     if not check_files:
         _check_one_tokenizer(config)
-    made = make_plan(run, rate, mfu, links=links)
+    made = make_plan(run, machine)
     console = table_console()
     print_plan(made, console)
     print_fit(made, gpu, console)
@@ -75,8 +68,8 @@ def plan_recipe(
     def replan(changes: Sequence[str], ranks: int) -> Plan:
         changed = load_config(recipe, [*overrides, *changes])
         documents = [item.documents for item in made.stages]
-        world = WorldSize(ranks, min(ranks, gpus_per_node))
-        return make_plan(resolve(changed, world, device), rate, mfu, documents, links)
+        world = WorldSize(ranks, min(ranks, machine.ranks_per_node))
+        return make_plan(resolve(changed, world, device), machine, documents)
 
     largest = largest_stage(made)
     if missing := shortage(largest.stage.name, largest.memory, gpu):
@@ -159,15 +152,6 @@ def plan_nodes(recipe: Path, overrides: Sequence[str], nodes: int, machine: Mach
     print_over_budget(run.memory.gpu_bytes, layouts.best[0].stages, console)
     print_recipe_warnings(run)
     print_start_warnings(run)
-
-
-def make_machine(gpu: Gpu | None, ranks_per_node: int, network: float, rates: Path | None) -> Machine:
-    """The machines to predict for: those of the file `rates`, else of the GPU with its shipped rates, else of an H200.
-
-    network: Gbit/s of each GPU's adapter to other nodes. Raises PlanError for a GPU whose rates are not known.
-    """
-    found = read_rates(rates) if rates is not None else shipped_rates(gpu or H200)
-    return Machine(gpu or found.device, ranks_per_node, found.links(network), found)
 
 
 def _check_one_tokenizer(config: RunConfig) -> None:

@@ -16,13 +16,14 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import ParallelConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError, PlanError
+from moba_train.memory.devices import Device
 from moba_train.memory.flops import Documents
 from moba_train.memory.memory import MemoryPolicy
 from moba_train.memory.shortage import format_gib, usable_bytes
 from moba_train.model.feed_forward import feed_forward_costs
 from moba_train.parallel.fsdp import ModelSetup
 from moba_train.parallel.pipeline.model import number_of_parts
-from moba_train.resolve.run import ResolvedRun, pipeline_parts
+from moba_train.resolve.run import ResolvedRun, pipeline_parts, stage_layout
 from moba_train.tools.plan.step_time import AttentionTimes, Machine, StageStep, attention_times, predict_step
 
 _SHARED = ("pp", "tp", "ep", "dp_replicate", "dp_shard", "pp_layers", "tp_overlap")
@@ -186,12 +187,14 @@ def _step(
 ) -> StageStep | None:
     if shared.tp_overlap and mesh.cp > 1:  # refused in recipes
         return None
+    device = Device(machine.gpu, host_memory=None, is_here=False)
     parallel = {name: getattr(shared, name) for name in _SHARED} | {"cp": mesh.cp}
     laid_out = replace(stage, parallel=stage.parallel.model_copy(update=parallel))
     try:
-        return predict_step(setup, policy, laid_out, mesh, attention, machine)
+        layout = stage_layout(setup, policy, laid_out, mesh, machine.ranks_per_node, device)
     except (ConfigError, ValueError):  # too little host memory, or a transport that cannot do these sizes
         return None
+    return predict_step(setup, policy.optimizer, laid_out, layout, attention, machine)
 
 
 def _arguments(

@@ -1,7 +1,8 @@
 """Rates of a GPU in a training step, read from a JSON file.
 
-`moba-train calibrate` measures them on the GPU of this machine. The package ships files of some GPUs (`gpus/`), each of
-which says where its numbers come from; benchmarks/measured/planning.md says how a step's time follows from them.
+`moba-train calibrate` measures them on the GPU of this machine. The package ships those of an H200 (h200.json names
+their sources) and scales them to other GPUs by the data sheets. benchmarks/measured/planning.md says how a step's time
+follows from them.
 """
 
 import difflib
@@ -9,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
@@ -17,7 +18,7 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError, PlanError
 from moba_train.foreign_files import read_foreign
-from moba_train.memory.devices import GPUS_BY_NAME, Gpu, known_gpu
+from moba_train.memory.devices import GPUS_BY_NAME, H200, Gpu, known_gpu
 from moba_train.memory.flops import layer_flops
 from moba_train.parallel.links import LINKS, Links
 
@@ -27,9 +28,7 @@ MEASURED_MODEL = ModelConfig(
 """The layer whose attention `MeasuredLayer` is about; its head width is that of the row."""
 CALIBRATE = "`moba-train calibrate --output rates.json` measures them on such a GPU, --rates rates.json uses them"
 
-_DEFAULT_TFLOPS = 989.0
-"""An H100's, where the GPU is absent or unknown."""
-_SHIPPED = Path(__file__).parent / "gpus"
+_SHIPPED = Path(__file__).parent / "h200.json"
 _MOST_BYTES = 1 << 20
 
 
@@ -40,11 +39,6 @@ def named_gpu(name: str) -> Gpu:
     close = difflib.get_close_matches(name.lower(), GPUS_BY_NAME, n=1)
     closest = f"closest: {close[0]}; " if close else ""
     raise ConfigError([f"--gpu: given {name!r}; {closest}allowed: {', '.join(sorted(GPUS_BY_NAME))}"])
-
-
-def peak_or_default(gpu: Gpu | None) -> float:
-    """Dense bf16 TFLOP/s of a GPU, or of an H100 if it is absent or unknown."""
-    return gpu.tflops if gpu is not None and gpu.tflops is not None else _DEFAULT_TFLOPS
 
 
 class _Measured(BaseModel):
@@ -115,6 +109,11 @@ class Rates(_Measured):
         """The GPU, by its name or, if the table of GPUs does not have it, by its memory alone."""
         return known_gpu(self.gpu) or Gpu(self.gpu, None, self.gpu_memory)
 
+    @property
+    def told(self) -> str:
+        """The rates, as a phrase to print."""
+        return f"the rates of {self.gpu} ({self.note})"
+
     def links(self, network: float) -> Links:
         """Links of GPUs with adapters of `network` Gbit/s to other nodes."""
         return Links(self.node_bandwidth or LINKS.node, network * 1e9 / 8)
@@ -178,10 +177,45 @@ def read_rates(path: Path) -> Rates:
 
 
 def shipped_rates(gpu: Gpu) -> Rates:
-    """The rates that the package has of a GPU. Raises PlanError where it has none."""
-    name = (known_gpu(gpu.name) or gpu).name.lower().replace(" ", "-")
-    path = _SHIPPED / f"{name}.json"
-    if not path.is_file():
-        shipped = ", ".join(sorted(file.stem for file in _SHIPPED.glob("*.json")))
-        raise PlanError(f"--gpu: given {gpu.name}, whose rates are not known; known: {shipped}; {CALIBRATE}")
-    return read_rates(path)
+    """The rates of an H200, scaled to `gpu`; as they are for a GPU that the table of devices does not have."""
+    return scaled(read_rates(_SHIPPED), known_gpu(gpu.name) or H200)
+
+
+_BALANCED_BLOCK = 236
+"""Keys of a MoBA block for which an H200's products take as long as its memory: of each row of the history, forward and
+backward, 14 operations a key and element for 18 bytes an element (docs/explanation/kernels.md), at 790 TFLOP/s and 4.3
+TB/s."""
+
+
+def scaled(rates: Rates, gpu: Gpu) -> Rates:
+    """Rates of an H200, scaled to another GPU: by its peak what multiplies matrices, by its memory what reads
+    and writes.
+
+    AdamW's step only reads and writes; Muon's multiplies matrices. Attention is bound by products, except MoBA's in
+    small blocks, where reading and writing rows takes longer.
+    """
+    if gpu.name == rates.gpu:
+        return rates
+    peak = (gpu.tflops or H200.tflops or 1.0) / (H200.tflops or 1.0)
+    bandwidth = (gpu.bandwidth or H200.bandwidth or 1.0) / (H200.bandwidth or 1.0)
+
+    def row_on_gpu(row: MeasuredLayer) -> MeasuredLayer:
+        speed = peak
+        if row.kind == "moba":
+            products_s = int(row.options["block_size"]) / _BALANCED_BLOCK
+            speed = max(products_s, 1.0) / max(products_s / peak, 1 / bandwidth)
+        times = {name: float(f"{getattr(row, name) / speed:.4g}") for name in ("forward_ms", "both_ms")}
+        return row.model_copy(update=times)
+
+    changes: dict[str, Any] = {
+        "gpu": gpu.name,
+        "gpu_memory": gpu.memory,
+        "note": "scaled from an H200's by the data sheets, not measured",
+        "sources": {"all": "h200.json"},
+        "products": peak * rates.products,
+        "float8_products": peak * (rates.float8_products or 0.0),
+        "memory": bandwidth * rates.memory,
+        "update_s": {name: s / (bandwidth if name == "adamw" else peak) for name, s in rates.update_s.items()},
+        "attention": tuple(map(row_on_gpu, rates.attention)),
+    }
+    return rates.model_copy(update=changes)

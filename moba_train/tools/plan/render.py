@@ -8,26 +8,20 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from moba_train.config.attention import LayerAttention
 from moba_train.config.base import format_count, format_duration
-from moba_train.config.explain import given
-from moba_train.errors import named_layers
 from moba_train.memory.devices import Gpu
 from moba_train.memory.moments import MEMORY_PARTS
 from moba_train.memory.shortage import format_gib, over_budget, usable_bytes
-from moba_train.resolve.plan import ContextPlan, PipelinePlan, Plan, StagePlan
 from moba_train.tools.plan.changes import Change, Changes, largest_stage
-from moba_train.tools.plan.layouts import Layout, Layouts
+from moba_train.tools.plan.layouts import Layouts
+from moba_train.tools.plan.plan import Plan, StagePlan
 from moba_train.tools.plan.step_time import Machine, StageStep
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the layout, then parameters, stages, FLOPs, memory and communication as tables."""
+    """Print the layout, then parameters, stages, FLOPs, memory and predicted steps as tables."""
     layouts = dict.fromkeys(_layout(item) for item in plan.stages)
-    console.print(
-        f"{plan.world.ranks} GPUs: {', then '.join(layouts)}; "
-        f"time at {plan.peak_tflops:g} TFLOP/s peak and {plan.mfu:.0%} utilisation"
-    )
+    console.print(f"{plan.world.ranks} GPUs: {', then '.join(layouts)}")
     console.print(_parameters(plan))
     console.print(_stages(plan))
     console.print(_flops(plan))
@@ -38,23 +32,30 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_memory(plan))
     for item in plan.stages:
         console.print(f"{item.stage.name}: {item.activations.describe()}", soft_wrap=True)
-    if any(item.pipeline for item in plan.stages):
-        console.print(_pipeline(plan))
-    if any(item.context for item in plan.stages):
-        console.print(_context(plan))
+    if len(plan.parts) > 1:
+        own, best = (", ".join(map(str, parts)) for parts in (plan.parts, plan.best_parts))
+        console.print(f"layers of each part of the pipeline (pp_layers): {own}; best for all stages together: {best}")
     for item in plan.stages:
         if item.layout.reason:
             console.print(f"{item.stage.name}: {item.layout.reason}", soft_wrap=True)
-    at_most = "at most " if any(item.stage.until for item in plan.stages) else ""
-    console.print(f"all stages: {at_most}{format_duration(plan.seconds)}")
+    if plan.unpredicted:
+        console.print(f"time is not predicted: {plan.unpredicted}", soft_wrap=True)
+        return
+    console.print(_parts("Seconds of a step, and what a GPU receives in it", plan.steps))
+    console.print(_predictions(plan.machine), soft_wrap=True)
+    console.print(f"all stages: {_at_most(plan.stages)}{format_duration(plan.seconds)}")
+
+
+def _at_most(stages: Sequence[StagePlan]) -> str:
+    return "at most " if any(item.stage.until for item in stages) else ""
 
 
 def print_fit(plan: Plan, gpu: Gpu | None, console: Console) -> None:
     """Print how the stage that needs most memory fits the GPU; without a GPU, how to name one."""
     if gpu is None:
         text = (
-            f"this machine has no GPU: times are for one of {plan.peak_tflops:g} TFLOP/s, and memory is compared with "
-            "none; name one by --gpu, such as --gpu h200"
+            "this machine has no GPU: times are for an H200, and memory is compared with none; name one by --gpu, such "
+            "as --gpu h200"
         )
     else:
         largest = largest_stage(plan)
@@ -78,7 +79,6 @@ def print_changes(plan: Plan, changes: Changes, console: Console) -> None:
         console.print("cheapest changes that make it fit, as arguments of this command:")
         for change in changes.fitting:
             console.print(_change(plan, change), soft_wrap=True)
-        console.print("time is that of all stages by FLOPs and communication, with what is recomputed", soft_wrap=True)
     elif changes.nearest is not None:
         console.print("no change of layout, micro-batch or checkpointing makes it fit; the nearest:")
         console.print(_change(plan, changes.nearest), soft_wrap=True)
@@ -88,8 +88,8 @@ def print_changes(plan: Plan, changes: Changes, console: Console) -> None:
 
 def _change(plan: Plan, change: Change) -> str:
     largest = largest_stage(change.plan).memory.total
-    time = change.plan.recomputed_seconds / plan.recomputed_seconds - 1
-    return f"  {change.arguments}    # {format_gib(largest)} GiB, time {time:+.0%}"
+    time = f", time {change.plan.seconds / plan.seconds - 1:+.0%}" if plan.steps and change.plan.steps else ""
+    return f"  {change.arguments}    # {format_gib(largest)} GiB{time}"
 
 
 def _layout(item: StagePlan) -> str:
@@ -139,12 +139,12 @@ def _stages(plan: Plan) -> Table:
         "tokens per step": lambda item: f"{item.stage.batch_tokens:,}",
         "layout": _layout,
         "micro-batches per step": lambda item: str(item.layout.micro_batches),
-        "time (estimate)": lambda item: ("at most " if item.stage.until else "") + format_duration(item.seconds),
     }
+    if plan.steps:
+        seconds = {step.stage.name: step.seconds for step in plan.steps}
+        rows["time (estimate)"] = lambda item: _at_most([item]) + format_duration(seconds[item.stage.name])
     if any(item.layout.backends for item in plan.stages):
         rows["kernels of selected blocks"] = _backends
-    if any(item.mesh.tp > 1 for item in plan.stages):
-        rows["tp's communication per step, ms"] = lambda item: f"{1e3 * item.tensor_seconds:.0f}"
     return _by_stage(plan, "Stages", rows)
 
 
@@ -198,68 +198,11 @@ def _memory(plan: Plan) -> Table:
         rows["copy of a save, in host memory"] = partial(_gibibytes, "host_copies")
     if any(item.activations.host_bytes for item in plan.stages):
         rows["activations, in host memory"] = lambda item: f"{item.activations.host_bytes / 2**30:.2f}"
+    if len(plan.parts) > 1:
+        rows["total of each rank of the pipeline"] = lambda item: ", ".join(
+            format_gib(memory.total) for memory in item.activations.rank_memory
+        )
     return _by_stage(plan, "Memory per GPU in GiB (estimate)", rows)
-
-
-def _pipeline(plan: Plan) -> Table:
-    def show(text: Callable[[PipelinePlan], str], item: StagePlan) -> str:
-        return text(item.pipeline) if item.pipeline else "-"
-
-    rows: dict[str, Callable[[PipelinePlan], str]] = {
-        "layers of each part (pp_layers)": lambda pipeline: ", ".join(map(str, pipeline.parts)),
-        "best for all stages together": lambda pipeline: ", ".join(map(str, pipeline.best_parts)),
-        "bubble (time in which a rank waits)": lambda pipeline: f"{pipeline.bubble:.1%}",
-    }
-    columns: dict[str, Callable[[StagePlan], str]] = {name: partial(show, text) for name, text in rows.items()}
-    columns["memory of each rank, GiB"] = lambda item: ", ".join(
-        format_gib(memory.total) for memory in item.activations.rank_memory
-    )
-    return _by_stage(plan, "Pipeline parallelism", columns)
-
-
-def _context(plan: Plan) -> Table:
-    rows: dict[str, Callable[[ContextPlan], str]] = {
-        "transport": lambda context: context.strategy.transport,
-        "sequence layout": lambda context: context.strategy.layout,
-        "received in the node, MiB": lambda context: f"{context.cost.node_bytes / 2**20:.0f}",
-        "received from other nodes, MiB": lambda context: f"{context.cost.network_bytes / 2**20:.0f}",
-        "communication, ms": lambda context: f"{1e3 * context.seconds:.2f}",
-    }
-    title = (
-        f"Context parallelism: one layer and micro-batch on one rank, forward and backward\n(H200, "
-        f"{plan.world.ranks_per_node} GPUs a node, {8e-9 * plan.links.network:g} Gbit/s a GPU between nodes)"
-    )
-    columns: dict[str, Callable[[StagePlan], str]] = {name: partial(_context_cell, show) for name, show in rows.items()}
-    columns["exposed communication, ms"] = partial(_by_attention, ContextPlan.exposed_seconds)
-    columns["attention, ms"] = partial(_by_attention, lambda context, layer: context.attention_seconds[layer])
-    return _by_stage(plan, title, columns)
-
-
-def _context_cell(show: Callable[[ContextPlan], str], item: StagePlan) -> str:
-    return show(item.context) if item.context else "-"
-
-
-def _by_attention(seconds: Callable[[ContextPlan, LayerAttention], float], item: StagePlan) -> str:
-    if item.context is None:
-        return "-"
-    names = _names(item.stage.attention)
-    return ", ".join(f"{names[layer]} {1e3 * seconds(item.context, layer):.2f}" for layer in names)
-
-
-def _names(layers: Sequence[LayerAttention]) -> dict[LayerAttention, str]:
-    """A name for each attention of a stage: its kind and, where layers of a kind differ, the options in which they do,
-    or the layers if any of these options is a list."""
-    ids: dict[LayerAttention, list[int]] = {}
-    for index, layer in enumerate(layers):
-        ids.setdefault(layer, []).append(index)
-    names = {}
-    for layer in ids:
-        others = [other.options for other in ids if other.kind == layer.kind]
-        own = {key: value for key, value in layer.options if any(getattr(other, key) != value for other in others)}
-        lists = any(isinstance(getattr(other, key), tuple | list) for other in others for key in own)
-        told = f"in {named_layers(ids[layer])}" if lists else ", ".join(f"{key} {given(own[key])}" for key in own)
-        names[layer] = f"{layer.kind} ({told})" if told else layer.kind
-    return names
 
 
 def _gibibytes(part: str, item: StagePlan) -> str:
@@ -303,16 +246,13 @@ def print_layouts(layouts: Layouts, nodes: int, machine: Machine, console: Conso
     """Print the best layouts with their stages, then the parts of the fastest one's steps, and how to choose one."""
     gpus = nodes * machine.ranks_per_node
     count = "1 node" if nodes == 1 else f"{nodes} nodes"
-    between = f", {8e-9 * machine.links.network:g} Gbit/s a GPU between nodes" if nodes > 1 else ""
     console.print(
-        f"{gpus} GPUs: {count} of {machine.ranks_per_node} {machine.gpu.name}{between}; {layouts.tried} layouts divide "
-        f"GPUs, model and batches, {layouts.fitting} fit\n"
-        f"all times are predictions, from the rates of {machine.rates.gpu} ({machine.rates.note}); "
-        "evaluations, checkpoints and the host's time are left out",
+        f"{gpus} GPUs: {count} of {machine.ranks_per_node} {machine.gpu.name}; {layouts.tried} layouts divide "
+        f"GPUs, model and batches, {layouts.fitting} fit\n{_predictions(machine)}",
         soft_wrap=True,
     )
     console.print(_best(layouts))
-    console.print(_parts(layouts.best[0]))
+    console.print(_parts("Layout 1: seconds of a step, and what a GPU receives in it", layouts.best[0].stages))
     console.print("as arguments of `moba-train launch` and `plan`, with the time of all stages:")
     for number, layout in enumerate(layouts.best, start=1):
         arguments = " ".join(layout.arguments) or OWN_LAYOUT
@@ -330,16 +270,22 @@ def _best(layouts: Layouts) -> Table:
     return table
 
 
-def _parts(layout: Layout) -> Table:
-    names = (step.stage.name for step in layout.stages)
-    table = _table("Layout 1: seconds of a step, and what a GPU receives in it", "", *names)
-    for name, *values in zip(_PARTS, *(vars(step.time).values() for step in layout.stages), strict=True):
+def _predictions(machine: Machine) -> str:
+    return (
+        f"all times are predictions, from {machine.rates.told} and {8e-9 * machine.links.network:g} Gbit/s a GPU "
+        "between nodes; evaluations, checkpoints and the host's time are left out"
+    )
+
+
+def _parts(title: str, steps: Sequence[StageStep]) -> Table:
+    table = _table(title, "", *(step.stage.name for step in steps))
+    for name, *values in zip(_PARTS, *(vars(step.time).values() for step in steps), strict=True):
         if any(values):
             table.add_row(name, *(f"{value:.3f}" for value in values))
     table.add_section()
     for link, where in (("node", "in the node"), ("network", "from the network")):
         for dimension, name in _SOURCES.items():
-            received = [getattr(step.traffic[dimension], link) for step in layout.stages]
+            received = [getattr(step.traffic[dimension], link) for step in steps]
             if any(received):
                 table.add_row(f"{name}, {where}, GiB", *map(format_gib, received))
     return table

@@ -10,6 +10,7 @@ tokens, evaluations, checkpoints, data, and activations on their way to the host
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from moba_train.config.attention import LayerAttention
@@ -18,25 +19,23 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import PlanError
 from moba_train.memory.activations import StageActivations
-from moba_train.memory.devices import Device, Gpu
+from moba_train.memory.devices import H200, Gpu
 from moba_train.memory.flops import Documents, layer_flops
 from moba_train.memory.layer_memory import block_bytes
-from moba_train.memory.memory import MemoryPolicy
 from moba_train.memory.pipeline import rank_costs, rank_work, step_length
 from moba_train.memory.weights import gathered_bytes, rank_weights
 from moba_train.model.feed_forward import FeedForwardCosts, feed_forward_costs
 from moba_train.model.spec import attention_matrices
 from moba_train.parallel.activations import Kept
-from moba_train.parallel.context.costs import TransportCost
-from moba_train.parallel.context.policy import predict_cost
 from moba_train.parallel.fsdp import ModelSetup
 from moba_train.parallel.links import LinkedGroup, Links, Traffic, linked_group
-from moba_train.parallel.stage_strategy import stage_attention_shape
-from moba_train.resolve.plan import repeated_transfers
-from moba_train.resolve.run import stage_layout
-from moba_train.tools.plan.rates import CALIBRATE, Rates
+from moba_train.parallel.stage_strategy import stage_costs
+from moba_train.resolve.run import StageLayout
+from moba_train.tools.plan.rates import CALIBRATE, Rates, read_rates, shipped_rates
 
-TENSOR_TRANSFERS = 8  # of tensor parallelism in a block's forward and backward pass
+# Of tensor parallelism in a block: attention and SwiGLU each gather their input and reduce their output, and do the
+# reverse for the gradients.
+_TRANSFERS = 8
 _NOT_OVERLAPPED = 2  # of these with `tp_overlap` (parallel/tensor.py)
 _CONTEXT_TRANSFERS = 3  # keys and values in the forward and the backward pass, and their gradients
 # Bytes that a GPU reads and writes for each weight:
@@ -58,6 +57,15 @@ class Machine(NamedTuple):
     ranks_per_node: int
     links: Links
     rates: Rates
+
+
+def make_machine(gpu: Gpu | None, ranks_per_node: int, network: float, rates: Path | None) -> Machine:
+    """The machines to predict for: those of the file `rates`, else of the GPU with its shipped rates, else of an H200.
+
+    network: Gbit/s of each GPU's adapter to other nodes. Raises PlanError for a file that holds no rates.
+    """
+    found = read_rates(rates) if rates is not None else shipped_rates(gpu or H200)
+    return Machine(gpu or found.device, ranks_per_node, found.links(network), found)
 
 
 AttentionTimes = Mapping[LayerAttention, tuple[float, float]]
@@ -169,38 +177,31 @@ class StageStep:
 
 def predict_step(
     setup: ModelSetup,
-    policy: MemoryPolicy,
+    optimizer: str,
     stage: Stage,
-    sizes: MeshSizes,
+    layout: StageLayout,
     attention: AttentionTimes,
     machine: Machine,
 ) -> StageStep:
-    """The steps of `stage` on a mesh of these sizes, given the times of its attentions (`attention_times`).
+    """The steps of `stage` in a layout, given the times of its attentions (`attention_times`).
 
-    Raises PlanError for what was not measured, ConfigError where activations do not fit the host, and ValueError
-    where the configured transport cannot do these sizes.
+    Raises PlanError for what was not measured.
     """
     rates = machine.rates
     precision = setup.computation.precision
     if precision.compute == "fp32":
         raise PlanError("precision.compute: given fp32, whose steps were never measured; allowed: auto or bf16")
-    if policy.optimizer not in rates.update_s:
+    if optimizer not in rates.update_s:
         raise PlanError(
-            f"optim.kind: given {policy.optimizer}, whose update was not measured on {rates.gpu}, so no step with it "
+            f"optim.kind: given {optimizer}, whose update was not measured on {rates.gpu}, so no step with it "
             f"can be predicted; measured: {', '.join(rates.update_s)}; {CALIBRATE}"
         )
     if precision.linear == "fp8" and rates.float8_products is None:
         raise PlanError(
             f"precision.linear: given fp8, which was not measured on {rates.gpu}; {CALIBRATE}, if torchao is installed"
         )
-    device = Device(machine.gpu, host_memory=None, is_here=False)
-    layout = stage_layout(setup, policy, stage, sizes, machine.ranks_per_node, device)
-    transport = None
-    if layout.strategy is not None:
-        shape = stage_attention_shape(setup.shape, stage, setup.computation.width)
-        transport = predict_cost(layout.strategy, shape)
-    step = _Step(setup, policy.optimizer, stage, sizes, attention, machine, transport, layout.activations)
-    return StageStep(stage, sizes, layout.activations, step.time(), step.traffic())
+    step = _Step(setup, optimizer, stage, layout, attention, machine)
+    return StageStep(stage, layout.mesh, layout.activations, step.time(), step.traffic())
 
 
 class _Step:
@@ -211,14 +212,13 @@ class _Step:
         setup: ModelSetup,
         optimizer: str,
         stage: Stage,
-        sizes: MeshSizes,
+        layout: StageLayout,
         attention: AttentionTimes,
         machine: Machine,
-        transport: TransportCost | None,
-        activations: StageActivations,
     ) -> None:
-        """transport: of one layer under context parallelism."""
         model = setup.shape
+        sizes = layout.mesh
+        activations = layout.activations
         self._model = model
         self._computation = setup.computation
         self._optimizer = optimizer
@@ -226,8 +226,12 @@ class _Step:
         self._sizes = sizes
         self._attention = attention
         self._machine = machine
-        self._transport = transport
         self._width = setup.computation.width
+        strategy = layout.strategy
+        self._transports = {} if strategy is None else stage_costs(model, stage, strategy, self._width)
+        costs = [self._transports[layer] for layer in stage.attention if self._transports]
+        self._received = sum((Traffic(cost.node_bytes, cost.network_bytes) for cost in costs), Traffic())
+        """By all layers, for context parallelism, of one micro-batch."""
         self._tokens = stage.micro_batch_size * stage.seq_len / sizes.cp  # of a tp group
         self._hidden_bytes = self._tokens * model.hidden_size * self._width
         self._kept = [layer.kept for layer in activations.layers]
@@ -235,7 +239,7 @@ class _Step:
         keys = list(zip(stage.attention, self._kept, self._fed, strict=True))
         by_key = {key: self._layer(*key) for key in dict.fromkeys(keys)}
         self._layers = [by_key[key] for key in keys]
-        self._micro_batches = stage.batch_sequences // (stage.micro_batch_size * sizes.dp)
+        self._micro_batches = layout.micro_batches
         self._share = self._micro_batches / sizes.pp
         """Micro-batches of all layers that make a rank's work."""
         self._parts = setup.parts
@@ -293,13 +297,11 @@ class _Step:
 
     def traffic(self) -> dict[str, Traffic]:
         """Bytes that a rank receives, by the dimension that they come from."""
-        cost = self._transport
-        context = Traffic(cost.node_bytes, cost.network_bytes) if cost else Traffic()
         blocks = map(self._tensor_bytes, self._kept)
         return {
             "fsdp": self._weights_traffic().times(self._rounds),
             "tp": Traffic(node=self._share * (sum(blocks) + self._output_tensor_bytes())),
-            "cp": context.times(self._share * len(self._layers)),
+            "cp": self._received.times(self._share),
             "ep": sum(map(self._expert_traffic, self._fed, self._kept), Traffic()).times(self._share),
             "pp": self._passed_on(),
         }
@@ -331,7 +333,7 @@ class _Step:
             memory=memory_s,
             repeated=repeated,
             tp=self._tensor_bytes(kept, exposed=True) / self._machine.links.node,
-            cp=self._context_seconds(attention_s),
+            cp=self._context_seconds(attention, attention_s),
             ep=self._expert_traffic(fed, kept).seconds(self._machine.links),
         )
 
@@ -349,16 +351,19 @@ class _Step:
     def _tensor_bytes(self, kept: Kept, exposed: bool = False) -> float:
         """Bytes that a rank receives from its tp group for a layer; `exposed`: those that nothing hides."""
         overlapped = exposed and self._parallel.tp_overlap
-        transfers = (_NOT_OVERLAPPED if overlapped else TENSOR_TRANSFERS) + repeated_transfers(kept)
+        transfers = _NOT_OVERLAPPED if overlapped else _TRANSFERS
+        # Recomputation gathers both inputs once more, and reduces the output of attention if that is gone.
+        transfers += 0 if kept is Kept.ALL else 2 if kept >= Kept.PROJECTIONS else 3
         return transfers * self._hidden_bytes * (1 - 1 / self._sizes.tp)
 
-    def _context_seconds(self, attention_s: float) -> float:
-        """Seconds of context parallelism that attention of `attention_s` seconds does not hide."""
-        if self._transport is None:
+    def _context_seconds(self, attention: LayerAttention, attention_s: float) -> float:
+        """Seconds of context parallelism that this attention, of `attention_s` seconds, does not hide."""
+        if attention not in self._transports:
             return 0.0
         links = self._machine.links
         hops = _CONTEXT_TRANSFERS * (self._group("cp").nodes - 1)
-        return self._transport.exposed_seconds(attention_s, links, self._machine.rates.memory) + hops * links.hop_s
+        cost = self._transports[attention]
+        return cost.exposed_seconds(attention_s, links, self._machine.rates.memory) + hops * links.hop_s
 
     def _output_seconds(self) -> float:
         """Seconds of the output projection and its loss."""

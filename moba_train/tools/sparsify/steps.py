@@ -34,12 +34,12 @@ from moba_train.memory.devices import local_gpu
 from moba_train.model.build import build_attention
 from moba_train.output_files import write_atomically, write_new
 from moba_train.resolve.evaluations import evaluation_problems, sample_problems
-from moba_train.resolve.plan import make_plan
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.evaluated_recipe import evaluated_setting
-from moba_train.tools.plan.rates import peak_or_default
+from moba_train.tools.plan.plan import make_plan
+from moba_train.tools.plan.step_time import make_machine
 from moba_train.tools.sparsify import recipes
 from moba_train.tools.sparsify.places import Place, here
 from moba_train.tools.sparsify.recipes import Request, Source
@@ -49,8 +49,6 @@ SECONDS = "seconds.json"
 _GROWING = ("seeds", "baseline", "equal_seconds")
 """Options that only add steps: a later call may give others."""
 _DENSE = "evaluation.oracle.dense"
-PLANNED_MFU = 0.4
-"""Share of the GPU's peak, as `moba-train plan` takes it."""
 Runner = Callable[[Sequence[str]], int]
 """Runs `moba-train` with these words; returns its exit status."""
 
@@ -389,19 +387,19 @@ def print_plan(request: Request, source: Source, output: Path, scratch: Path, sa
     for name, text in texts.items():
         say(f"\n--- {output / 'recipes' / name}\n{text.rstrip()}")
     say("")
-    gpu = local_gpu()
+    machine = make_machine(local_gpu(), request.gpus, 400.0, None)
     for number, step in enumerate(steps(request, source, output, evaluation), 1):
         line = f"{number}. {step.name}: {step.command}"
         if step.trains:
             config = load_config(scratch / Path(step.words[1]).name, step.words[2:])
             first = number < 4  # the others also read what it leaves
             run = resolve(config, WorldSize(request.gpus, request.gpus), None, check_files=first)
-            made = make_plan(run, peak_or_default(gpu), PLANNED_MFU)
-            each = ", ".join(f"{one.stage.name} {format_duration(one.seconds)}" for one in made.stages)
-            line += f"\n   planned: {format_duration(made.seconds)} ({each})"
+            made = make_plan(run, machine)
+            each = ", ".join(f"{one.stage.name} {format_duration(one.seconds)}" for one in made.steps)
+            time = made.unpredicted or f"{format_duration(made.seconds)} ({each})"
+            line += f"\n   planned: {time}"
         say(line)
-    on = gpu.name if gpu is not None else "H100 (this machine has no GPU)"
-    say(f"Planned for {request.gpus} x {on} at {PLANNED_MFU:.0%} of its peak; evaluations are not planned.")
+    say(f"Planned for {request.gpus} x {machine.gpu.name}, by {machine.rates.told}; evaluations are not planned.")
 
 
 def run_command(words: Sequence[str], gpus: int) -> int:

@@ -15,14 +15,13 @@ from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.errors import PlanError
-from moba_train.memory.devices import H200, Gpu, local_gpu
+from moba_train.memory.devices import H200, Device, Gpu, local_gpu
 from moba_train.memory.flops import Documents
 from moba_train.parallel.links import LINKS
-from moba_train.resolve.run import resolve_unchecked
+from moba_train.resolve.run import resolve_unchecked, stage_layout
 from moba_train.tools.cli import app
-from moba_train.tools.plan.command import make_machine
 from moba_train.tools.plan.layouts import Layout, best_layouts
-from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
+from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, make_machine, predict_step
 from tests.resolved import check, stages_of
 from tests.small_recipe import Load
 
@@ -40,7 +39,9 @@ def step(config: RunConfig, index: int, sizes: MeshSizes, machine: Machine = FOU
     run = resolve_unchecked(config.model_copy(update={"parallel": parallel}))
     attention = attention_times(config.model, stage, documents(config)[index], machine.rates)
     laid_out = replace(stage, parallel=parallel)
-    return predict_step(run.setup, run.memory, laid_out, sizes, attention, machine)
+    device = Device(machine.gpu, host_memory=None, is_here=False)
+    layout = stage_layout(run.setup, run.memory, laid_out, sizes, machine.ranks_per_node, device)
+    return predict_step(run.setup, run.memory.optimizer, laid_out, layout, attention, machine)
 
 
 @pytest.fixture
@@ -207,8 +208,8 @@ def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: P
 
     done = plan("--nodes", "2", "--gpus-per-node", "4", "--network", "200", "--gpu", "h200")
     assert done.exit_code == 0, done.output
-    assert "8 GPUs: 2 nodes of 4 H200, 200 Gbit/s a GPU between nodes" in done.output
-    for part in ("tokens/s/GPU", "from the network", "all times are predictions", "matrix products"):
+    assert "8 GPUs: 2 nodes of 4 H200; " in done.output
+    for part in ("tokens/s/GPU", "from the network", "predictions", "200 Gbit/s a GPU", "matrix products"):
         assert part in done.output, part
     lines = re.findall(r"^  \d\. (.*?) +# ", done.output, re.MULTILINE)
     assert len(lines) == 5
@@ -220,9 +221,7 @@ def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: P
     assert own.exit_code == 0, own.output
     assert "8 GPUs: 2 nodes of 4 Our GPU" in own.output
     assert re.findall(r"^  \d\. (.*?) +# ", own.output, re.MULTILINE)
-    unknown = plan("--nodes", "2", "--gpu", "a100")
-    assert unknown.exit_code == 2
-    assert "--gpu: given A100, whose rates are not known; known: h100, h200; `moba-train calibrate" in unknown.stderr
+    assert "rates of A100 (scaled from an H200's" in plan("--nodes", "1", "--gpu", "a100").output
     both = plan("--nodes", "2", "--gpus", "8")
     assert both.exit_code == 2
     assert "--nodes and --gpus: given both" in both.stderr

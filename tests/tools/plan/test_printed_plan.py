@@ -28,26 +28,24 @@ def test_corpora_smaller_than_a_batch_are_named(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "one", np.int32) as writer:
         writer.add_document(np.arange(40))
     text = io.StringIO()
-    print_plan(plan_of(config, 1, 989, 0.4), Console(file=text, width=100))
+    print_plan(plan_of(config, 1), Console(file=text, width=100))
     warning = f"warning: stage only: corpus {tmp_path / 'one'} has 40 tokens, fewer than a batch ({8 * SEQ_LEN:,})"
     assert f"{warning}: the stage reads it about {5 * SEQ_LEN / 40:,.1f} times" in text.getvalue()
 
 
 def test_a_pipeline_is_shown(load: Load) -> None:
     config = load("parallel.pp=2")
-    plan = plan_of(config, 4, 989.0, 0.4)
-    alone = plan_of(load("parallel.pp=1"), 4, 989.0, 0.4)
-    for item, other in zip(plan.stages, alone.stages, strict=True):
-        assert item.pipeline is not None
+    plan = plan_of(config, 4)
+    assert all(step.time.pp > 0 for step in plan.steps)
+    for item in plan.stages:
         assert item.mesh.pp == 2
-        assert item.seconds == pytest.approx(other.seconds / (1 - item.pipeline.bubble))
         assert item.memory.total == max(memory.total for memory in item.activations.rank_memory)
         weights = sum(memory.parameters for memory in item.activations.rank_memory)
         assert weights * item.mesh.shards == pytest.approx(4 * plan.parameters.total, rel=1e-3)
     console = Console(record=True, width=200)
     print_plan(plan, console)
     text = console.export_text()
-    for word in ("pp 2 x", "Pipeline parallelism", "bubble", "memory of each rank", "best for all stages"):
+    for word in ("pp 2 x", "waiting for other ranks", "total of each rank", "best for all stages together"):
         assert word in text
 
 
