@@ -285,6 +285,7 @@ def test_the_plan_is_printed_and_nothing_is_written(
         ({"tokens": 600}, "--tokens: given 600; allowed: at least"),
         ({"data": "nothing"}, "nothing.*idx"),
         ({"lr": 0, "seeds": 101}, "--seeds: given 101; allowed: .*--lr: given 0.0; allowed: number > 0"),
+        ({"rope-theta": 1}, "--rope-theta: given 1.0; allowed: number > 1"),
         ({"length": 1000}, "--length: given 1000; allowed: a multiple of 16"),
         ({"validation": "short"}, "--validation: given no document longer than --length 512"),
         ({"kind": "moba_window"}, "--budget: given 64, but with --kind moba_window a query attends to 512; allowed"),
@@ -306,9 +307,13 @@ def test_what_cannot_be_is_refused_before_anything_runs(
     ("override", "problem"),
     [
         ("evaluation.needle.sample=4", "evaluation.needle.sample: unknown key"),
+        ("evaluation.full_layers.lengths=[30]", "evaluation.full_layers.lengths: given 30"),
         ("evaluation.oracle.bucket=100", "evaluation.oracle.bucket: given 100, which does not divide"),
         ("seed=3", "override 'seed=3': runs have the seeds 1 to --seeds"),
         ("optim.lr=1", "override 'optim.lr=1': give --lr"),
+        ("attention.default=qsa", "override 'attention.default=qsa': give --kind"),
+        ("attention={default: nothing}", "attention.default: 'nothing' is not a registered"),
+        ("stages=[]", "stages: given []; allowed: non-empty list"),
     ],
 )
 def test_overrides_that_fail_late_or_change_nothing_are_refused(
