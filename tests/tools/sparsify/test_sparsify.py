@@ -150,17 +150,19 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
         fragment = {"full_layers": [], "overrides": {1: {"kind": "by_group", "parts": [part]}}}
         (tmp_path / "recipes" / recipes.CALIBRATED).write_text(yaml.safe_dump({"attention": fragment}))
     recipe = tmp_path / "recipes" / "sparse.yaml"
+    steps_of_arm = resolve(load_config(recipe), WorldSize(1, 1)).stages[-1].end_step
     arms = sparsify_ablations.arms_of(tmp_path)
     assert len(arms) == 17
     small = yaml.safe_load((tmp_path / "recipes" / recipes.SPARSE).read_text())
     blocks_of_64 = {"seer", *(name for name in arms if name.startswith("moba"))}
     for size, topk, too_small in ((16, 4, set()), (16, 3, {"double-blocks"}), (1, 64, {"half-blocks"})):
         small["attention"]["msa"] |= {"block_size": size, "topk": topk}
-        assert {*arms} - {*sparsify_ablations.ablations(small, 1, {})} == blocks_of_64 | too_small
+        assert {*arms} - {*sparsify_ablations.ablations(small, 131_072, 1, {})} == blocks_of_64 | too_small
     for name, overrides in arms.items():
         config = load_config(recipe, overrides)
         run = resolve(config, WorldSize(1, 1))
         assert sum(stage.tokens for stage in config.stages) == sum(stage.tokens for stage in load_config(recipe).stages)
+        assert run.stages[-1].end_step == steps_of_arm, name
         own = next(layer for layer in run.stages[-1].attention if layer.kind not in ("full", "by_group"))
         sizes = own.options.model_dump()
         assert sizes["block_size"] * sizes["topk"] == 4096, name
