@@ -250,10 +250,12 @@ def _read_dense(path: str, shape: Mapping[str, int], scores: Collection[str]) ->
             given = {name: other[name] for name in shape}
             raise DataError(f"{Oracle.key}.dense: given {path}, of {given}; allowed: a result of {dict(shape)}")
         full: dict[str, Any] = other["attentions"]["full"]
-        if lacking := sorted({*scores} - {*full["scores"]}):
+        asked = {name.split()[0] for name in scores}
+        there = {name for name in full["scores"] if " " in name and name.split()[0] in asked}
+        if there != {*scores}:  # means over other lengths are no comparison either
             raise DataError(
-                f"{Oracle.key}.dense: given {path}, without the scores {', '.join(lacking)}; allowed: a result of the "
-                "same questions and lengths"
+                f"{Oracle.key}.dense: given {path}, with the scores {', '.join(sorted(there)) or 'of no question'}; "
+                f"allowed: a result with {', '.join(sorted(scores))}"
             )
         return full
     except (OSError, ForeignFileError, KeyError, TypeError, ValueError) as error:
