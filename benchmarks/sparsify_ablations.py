@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import save
-from moba_train.config.load import parse_yaml
+from moba_train.config.load import load_config, parse_yaml
 from moba_train.tools.sparsify import recipes, steps
 from moba_train.tools.sparsify.page import scores_of
 from moba_train.tools.sparsify.places import places
 from moba_train.tools.sparsify.steps import Step
 
 
-def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, Any]]) -> dict[str, list[str]]:
-    """Overrides of the recipe sparse.yaml, by the arm's name. count: layers that stay full; layers: its
-    `attention.overrides`, of which those of kind by_group follow the sparse layers. Arms of blocks that the budget does
-    not hold twice are left out."""
+def ablations(
+    recipe: dict[str, Any], batch: int, count: int, layers: dict[Any, dict[str, Any]]
+) -> dict[str, list[str]]:
+    """Overrides of the recipe sparse.yaml, by the arm's name. batch: tokens of a step; count: layers that stay full;
+    layers: its `attention.overrides`, of which those of kind by_group follow the sparse layers. Arms of blocks that the
+    budget does not hold twice are left out."""
     kind = recipe["attention"]["default"]
     own = recipe["attention"][kind]
     size, topk = own["block_size"], own["topk"]
@@ -80,7 +82,8 @@ def ablations(recipe: dict[str, Any], count: int, layers: dict[Any, dict[str, An
         frozen = own | {"train_gate": False}
         found["frozen-scorer"] = [f"attention.{kind}.train_gate=false", *in_groups(kind, frozen)]
         found["every-query"] = [f"attention.{kind}.kl_every=1", *in_groups(kind, own | {"kl_every": 1})]
-        found["sparse-quarter"] = [f"stages.0.tokens={tokens - tokens // 4}", f"stages.1.tokens={tokens // 4}"]
+        dense = 3 * tokens // 4 // batch * batch  # whole steps, so that the arm has no step more
+        found["sparse-quarter"] = [f"stages.0.tokens={dense}", f"stages.1.tokens={tokens - dense}"]
         for name, other in (("qsa", 4), ("seer", 64)):
             if budget < 2 * other:
                 continue
@@ -117,9 +120,10 @@ def main() -> None:
 def arms_of(folder: Path) -> dict[str, list[str]]:
     """The ablations of the sparse recipe in `folder`."""
     names = recipes.SPARSE, recipes.EVALUATION, recipes.BASE, recipes.CALIBRATED
-    sparse, evaluation, *attention = (parse_yaml((folder / "recipes" / name).read_text(), name) for name in names)
-    layers = {layer: one for read in attention for layer, one in read["attention"].get("overrides", {}).items()}
-    return ablations(sparse, evaluation["evaluation"]["full_layers"]["count"], layers)
+    sparse, evaluation, base, chosen = (parse_yaml((folder / "recipes" / name).read_text(), name) for name in names)
+    layers = {layer: one for read in (base, chosen) for layer, one in read["attention"].get("overrides", {}).items()}
+    count = evaluation["evaluation"]["full_layers"]["count"]
+    return ablations(sparse, load_config(folder / "recipes" / recipes.SPARSE).batch_tokens, count, layers)
 
 
 def run(folder: Path, names: Sequence[str], seeds: int, output: Path, jobs: int = 1) -> None:

@@ -54,11 +54,12 @@ signal)
     "$PYTHON" -m benchmarks.pictures smollm2-signal --results "$folder/signal.json" --output "$folder/signal.svg"
     ;;
 split)
-    sizes="{block_size: 512, topk: 8}, {block_size: 128, topk: 8}, {block_size: 128, topk: 32}, {block_size: 64, topk: 32}"
-    group="{block_size: 128, topk: 32, select: group}, {block_size: 64, topk: 32, select: group}"
-    forced="{block_size: 128, topk: 32, select: group, always: [first, previous, current]}, {block_size: 1, topk: 2048}"
+    budgets="{block_size: 1, topk: 2048}"
+    for size in "block_size: 512, topk: 8" "block_size: 128, topk: 8" "block_size: 128, topk: 32" "block_size: 64, topk: 32"; do
+        budgets+=", {$size}, {$size, select: group}, {$size, select: group, always: [first, previous, current]}"
+    done
     common=(--tasks oracle --data "$folder/data/valid" attention.default=moba "evaluation.oracle.questions=[needle]"
-        "evaluation.oracle.depths=[10, 50, 90]" "evaluation.oracle.budgets=[$sizes, $group, $forced]")
+        "evaluation.oracle.depths=[10, 50, 90]" "evaluation.oracle.budgets=[$budgets]")
     "$PYTHON" -m moba_train.tools.cli eval "$folder/hf" "${common[@]}" --seq-len 8K --output "$folder/split-8k" \
         evaluation.oracle.sequences=8 "evaluation.oracle.lengths=[4K, 8K]" evaluation.oracle.samples=4
     "$PYTHON" -m moba_train.tools.cli eval "$folder/sparse/runs/full-1" "${common[@]}" --seq-len 32K --output "$folder/split-32k" \

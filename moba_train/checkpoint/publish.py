@@ -224,7 +224,7 @@ def find_checkpoint(path: Path) -> tuple[Path, BinaryIO | None]:
         problem = f"there is no such folder{'' if path.is_absolute() else f' (from {Path.cwd()})'}"
     elif (path / "config.json").is_file():
         hint = "; `moba-train convert hf-to-moba` makes a checkpoint of a Hugging Face folder"
-    for replaced in (*(path / "checkpoints").glob(f"{_REPLACED}*"), path.with_name(_REPLACED + path.name)):
+    for replaced in (*(path / "checkpoints").glob(f"{_REPLACED}*"), path.parent / f"{_REPLACED}{path.name}"):
         if replaced.exists():
             step = replaced.name.removeprefix(_REPLACED)
             hint = f"; a process was killed as it replaced {step}: run its command again"

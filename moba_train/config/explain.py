@@ -172,6 +172,8 @@ def _explain_one(details: ErrorDetails, root: type[Section]) -> tuple[str, str]:
         case "model_type":
             known = ", ".join(section.fields()) if section is not None else "of the recipe"
             return path, f"given {given(details['input'])}; allowed: a section with the keys {known}"
+        case "finite_number":
+            allowed = f"a finite {allowed}"
     return path, f"given {given(details['input'])}; allowed: {allowed}"
 
 

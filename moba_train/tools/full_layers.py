@@ -120,6 +120,11 @@ class FullLayers(LongDocumentEvaluation[FullLayersConfig]):
         if options.by != "loss":
             yield from text_problems(options, setting, cls.key)
 
+    @classmethod
+    def check_samples(cls, options: FullLayersConfig, setting: EvaluationSetting) -> None:
+        """Raise DataError for a length that leaves no room for the needles."""
+        cls(options, setting)
+
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`full_layers_loss`: trailing loss with the chosen layers full and all others sparse."""
         own = context.attentions[context.own]

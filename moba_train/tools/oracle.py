@@ -97,11 +97,20 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
         super().__init__(options, setting)
         self.compare_with_full = True
         self._asked: list[Needle | Ruler] = []
-        if "needle" in options.questions:
-            self._asked.append(Needle(needle_options(options), setting))
-        if "ruler" in options.questions:
-            self._asked.append(Ruler(ruler_options(options), setting))
+        try:
+            if "needle" in options.questions:
+                Needle.check_samples(needle_options(options), setting)
+                self._asked.append(Needle(needle_options(options), setting))
+            if "ruler" in options.questions:
+                Ruler.check_samples(ruler_options(options), setting)
+                self._asked.append(Ruler(ruler_options(options), setting))
+        except DataError as error:
+            raise DataError(_under(self.key, str(error))) from error
         self.missing = next((one.missing for one in self._asked if one.missing), self.missing)
+        self._dense: dict[str, Any] | None = None
+        if options.dense is not None and not self.missing:
+            scores = {f"{one.name} {length}" for one in self._asked for length in one.lengths}
+            self._dense = _read_dense(options.dense, self._shape, scores)
 
     @classmethod
     def default_options(cls, setting: EvaluationSetting) -> OracleConfig:
@@ -123,6 +132,12 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
         if "ruler" in options.questions:
             yield from (_under(cls.key, text) for text in Ruler.problems(ruler_options(options), setting))
 
+    @classmethod
+    def check_samples(cls, options: OracleConfig, setting: EvaluationSetting) -> None:
+        """Raise DataError for `lengths` that leave no room for the questions, and other weights' result that cannot be
+        compared with."""
+        cls(options, setting)
+
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """All attentions on the same weights and samples."""
         attentions = self._attentions(context)
@@ -132,10 +147,9 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
         for asked in self._asked:
             for name, found in _scores(asked, context).items():
                 scores[name] |= found
-        dense = None if self._options.dense is None else _read_dense(self._options.dense, self._shape)
         own = attentions[context.own]
         owned = {name for name, layers in attentions.items() if name.startswith("gate ") and layers == own}
-        split = Split(self._options.budgets, curves, scores, dense, owned)
+        split = Split(self._options.budgets, curves, scores, self._dense, owned)
         first = split.loss(self._options.budgets[0])
         numbers = {f"{name}_error": first[name].mean if name in first else 0.0 for name in ("budget", "selector")}
         data = {"attention": context.own, **self._shape, **split.to_json()}
@@ -226,8 +240,9 @@ def _scores(asked: Needle | Ruler, context: EvaluationContext) -> dict[str, dict
     return found
 
 
-def _read_dense(path: str, shape: Mapping[str, int]) -> dict[str, Any]:
-    """Full attention's part of another result. Raises DataError unless it is one, on as many samples of this length."""
+def _read_dense(path: str, shape: Mapping[str, int], scores: Collection[str]) -> dict[str, Any]:
+    """Full attention's part of another result. Raises DataError unless it is one, on as many samples of this length,
+    with these scores."""
     try:
         content = read_foreign_json(Path(path), roots=[Path(path).resolve().parent, *working_roots()])
         other = content["oracle"]
@@ -235,10 +250,19 @@ def _read_dense(path: str, shape: Mapping[str, int]) -> dict[str, Any]:
             given = {name: other[name] for name in shape}
             raise DataError(f"{Oracle.key}.dense: given {path}, of {given}; allowed: a result of {dict(shape)}")
         full: dict[str, Any] = other["attentions"]["full"]
+        asked = {name.split()[0] for name in scores}
+        there = {name for name in full["scores"] if " " in name and name.split()[0] in asked}
+        if there != {*scores}:  # means over other lengths are no comparison either
+            raise DataError(
+                f"{Oracle.key}.dense: given {path}, with the scores {', '.join(sorted(there)) or 'of no question'}; "
+                f"allowed: a result with {', '.join(sorted(scores))}"
+            )
         return full
     except (OSError, ForeignFileError, KeyError, TypeError, ValueError) as error:
+        problem = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
         raise DataError(
-            f"{Oracle.key}.dense: given {path}, which holds no result of this evaluation: {error!r}"
+            f"{Oracle.key}.dense: given {path}, which holds no result of this evaluation ({problem}); allowed: an "
+            "evaluation.json of `moba-train eval --tasks oracle`"
         ) from error
 
 

@@ -116,6 +116,8 @@ def test_what_is_no_checkpoint_is_told_with_those_beside_it(tmp_path: Path, monk
     Path("checkpoints").rename("run-3f2a9c01")  # as below a fallback_dir
     with pytest.raises(CheckpointError, match="; run-3f2a9c01 has the checkpoints of steps 100, 200"):
         publish.find_checkpoint(Path("run-3f2a9c01"))
+    with pytest.raises(CheckpointError, match=r"^\.: neither a checkpoint nor a run folder"):
+        publish.find_checkpoint(Path("."))
 
 
 def flip_byte(path: Path) -> None:

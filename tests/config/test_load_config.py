@@ -305,7 +305,7 @@ def test_all_problems_of_overrides_and_recipe_come_at_once(recipe: Path) -> None
         ),
         ("compile=1", "compile: given 1; allowed: true | false"),
         ("batch_tokens=0", "batch_tokens: given 0; allowed: integer >= 1 (K, M = 1024)"),
-        ("optim.lr=.inf", "optim.lr: given inf; allowed: number > 0"),
+        ("optim.lr=.inf", "optim.lr: given inf; allowed: a finite number > 0"),
         ("optim.betas=[0.9, 1.5]", "optim.betas[1]: given 1.5; allowed: list of 2: number >= 0 and < 1"),
         ("optim.betas=[0.9]", "optim.betas[1]: missing; allowed: list of 2"),
         ("optim.betas.1=1.5", "optim.betas[1]: given 1.5; allowed: list of 2: number >= 0 and < 1"),

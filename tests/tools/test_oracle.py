@@ -137,10 +137,24 @@ def test_the_weights_error_is_full_attentions_difference_to_other_weights(
     result_of_less = json.dumps({"oracle": result.data | {"sequences": 2}})
     file.write_text(result_of_less)
     with pytest.raises(DataError, match="allowed: a result of"):
-        evaluated(asking(texts, dense=str(file)))
-    file.write_text("{}")
-    with pytest.raises(DataError, match=r"evaluation\.oracle\.dense: given .*no result of this evaluation"):
-        evaluated(asking(texts, dense=str(file)))
+        built(Oracle, asking(texts, dense=str(file)))
+
+
+def test_what_cannot_be_asked_or_compared_is_refused_before_anything_is_measured(
+    texts: Path, result: EvaluationResult, tmp_path: Path
+) -> None:
+    file = tmp_path / "evaluation.json"
+    for content, problem in (
+        (None, r"no result of this evaluation \(.*No such file"),
+        ({}, r"no result of this evaluation \(key 'oracle' is missing\); allowed: an evaluation\.json of"),
+        ({"oracle": result.data}, f"with the scores needle {LENGTH}; allowed: a result with needle 184"),
+    ):
+        if content is not None:
+            file.write_text(json.dumps(content))
+        with pytest.raises(DataError, match=rf"evaluation\.oracle\.dense: given .*{problem}"):
+            built(Oracle, asking(texts, questions=["needle"], lengths=[184], dense=str(file)))
+    with pytest.raises(DataError, match=r"evaluation\.oracle\.lengths: given 192; the shortest sample of vt has"):
+        built(Oracle, asking(texts, questions=["ruler"], ruler=["vt"]))
 
 
 def test_ruler_is_asked_with_every_attention(texts: Path, tmp_path: Path) -> None:

@@ -51,10 +51,10 @@ class Needle(Evaluation[NeedleConfig]):
         super().__init__(options, setting)
         self._trained_length = setting.trained_length
         self._texts = NeedleTexts(options, setting, self.key)
-        self._lengths = stage_lengths(options, setting.stage)
+        self.lengths = stage_lengths(options, setting.stage)
         if options.lengths is None:
-            self._lengths = [length for length in self._lengths if self._texts.fits(length)]
-        if not self._lengths:
+            self.lengths = [length for length in self.lengths if self._texts.fits(length)]
+        if not self.lengths:
             seq_len = setting.stage.seq_len
             self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {seq_len} and holds a needle"
 
@@ -84,13 +84,13 @@ class Needle(Evaluation[NeedleConfig]):
     def check_samples(cls, options: NeedleConfig, setting: EvaluationSetting) -> None:
         """Raise DataError for lengths that leave no room for the needles, and for too little text around them."""
         needle = cls(options, setting)
-        for length in needle._lengths:
+        for length in needle.lengths:
             needle._texts.check(length)
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`needle` with the own attention; `needle_full` with full attention on the same weights."""
         options = self._options
-        questions = {length: self._texts.questions(length) for length in self._lengths}
+        questions = {length: self._texts.questions(length) for length in self.lengths}
         maps = {
             name: self._map(context, questions, name, in_full)
             for name, in_full in answer_modes(context, options.answer)
@@ -105,7 +105,7 @@ class Needle(Evaluation[NeedleConfig]):
         data = {
             "attention": context.own,
             "trained_length": self._trained_length,
-            "lengths": self._lengths,
+            "lengths": self.lengths,
             "depths": options.depths,
             "samples": options.samples,
             "seed": options.seed,
@@ -116,7 +116,7 @@ class Needle(Evaluation[NeedleConfig]):
             "maps": {name: found.to_json() for name, found in maps.items()},
         }
         samples = f"{options.samples} samples per cell, seed {options.seed}, {options.haystack} haystack"
-        table = [line for name, found in maps.items() for line in found.table(name, self._lengths, options.depths)]
+        table = [line for name, found in maps.items() for line in found.table(name, self.lengths, options.depths)]
         table.append(f"{samples}; trained on {self._trained_length} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
 

@@ -48,7 +48,7 @@ def sparsify(
     ] = 1e-4,
     rope_theta: Annotated[
         float | None,
-        typer.Option(min=1.0, help="RoPE's base for a --length that is new to the model; default: by the length"),
+        typer.Option(help="RoPE's base for a --length that is new to the model; default: by the length"),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each arm; three for a claim")] = 1,
     baseline: Annotated[

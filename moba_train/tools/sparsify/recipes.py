@@ -74,7 +74,7 @@ class Request(Section):
     baseline: bool = True
     equal_seconds: bool = False
     lr: float = Field(1e-4, gt=0)
-    rope_theta: float | None = None
+    rope_theta: float | None = Field(None, gt=1)
     gpus: int = Field(1, ge=1)
     overrides: list[str] = []
 
@@ -206,9 +206,10 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     contents = yaml.safe_load(_dumped(contents))  # no two parts are one object
     problems = []
     for override in request.overrides:
-        if override.partition("=")[0] in _SET_HERE:
-            problems.append(f"override {override!r}: {_SET_HERE[override.partition('=')[0]]}")
-        name = next((name for start, name in _OVERRIDDEN.items() if override.startswith(start)), BASE)
+        key = override.partition("=")[0]
+        if key in _SET_HERE:
+            problems.append(f"override {override!r}: {_SET_HERE[key]}")
+        name = next((name for start, name in _OVERRIDDEN.items() if f"{key}.".startswith(f"{start}.")), BASE)
         problems += apply_overrides(contents[name], [override])
     if problems:
         raise ConfigError(problems)
@@ -219,13 +220,14 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     return {name: f"# {_COMMENTS[name]}\n{_dumped(values)}" for name, values in contents.items()}
 
 
-_OVERRIDDEN = {"attention.": SPARSE, "stages.": SPARSE, "optim.lr_factors": SPARSE, "evaluation.": EVALUATION}
+_OVERRIDDEN = {"attention": SPARSE, "stages": SPARSE, "optim.lr_factors": SPARSE, "evaluation": EVALUATION}
 _SET_HERE = {
     "name": "this command names its runs",
     "run_dir": "runs lie in --output",
     "init_from": "runs begin with MODEL",
     "seed": "runs have the seeds 1 to --seeds",
     "optim.lr": "give --lr",
+    "attention.default": "give --kind",
 }
 """Keys that every run's own recipe or command sets, so that another value would change nothing."""
 _COMMENTS = {

@@ -312,7 +312,9 @@ def begin(request: Request, texts: Mapping[str, str], output: Path) -> dict[str,
     file = output / "request.yaml"
     if file.is_file():
         before = parse_yaml(file.read_text(), str(file))
-        is_begun = any((output / name).exists() for name in ("runs", "oracle/evaluation.json"))
+        is_begun = any(
+            (output / name).exists() for name in ("runs", "oracle/evaluation.json", "calibration/evaluation.json")
+        )
         # Batches that were made for some GPUs are kept on others.
         free = (*_GROWING, "gpus") if is_begun else _GROWING
         differing = [key for key in asked if before.get(key) != asked[key] and key not in free]

@@ -72,12 +72,12 @@ class TaskScores(Evaluation[AnyTasks]):
         self._tasks = list(dict.fromkeys(options.tasks))
         self._trained_length = setting.trained_length
         self._texts = self.texts(options, setting)
-        self._lengths = stage_lengths(options, setting.stage)
+        self.lengths = stage_lengths(options, setting.stage)
         if options.lengths is None:
-            self._lengths = [
-                length for length in self._lengths if all(self._texts.fits(task, length) for task in self._tasks)
+            self.lengths = [
+                length for length in self.lengths if all(self._texts.fits(task, length) for task in self._tasks)
             ]
-        if not self._lengths:
+        if not self.lengths:
             seq_len = setting.stage.seq_len
             self.missing = f"{self.key}.lengths: none is at most seq_len {seq_len} and holds every task"
 
@@ -138,14 +138,14 @@ class TaskScores(Evaluation[AnyTasks]):
         """Raise DataError for lengths that a task does not fit in, and for files and texts that do not give it."""
         made = cls(options, setting)
         for task in made._tasks:
-            for length in made._lengths:
+            for length in made.lengths:
                 made._texts.check(task, length)
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`NAME` and `NAME_TASK` with the own attention."""
         options = self._options
         asked = {
-            self.label(task): {length: self._texts.questions(task, length) for length in self._lengths}
+            self.label(task): {length: self._texts.questions(task, length) for length in self.lengths}
             for task in self._tasks
         }
         first_answers: dict[str, dict[str, list[str]]] = {}
@@ -164,7 +164,7 @@ class TaskScores(Evaluation[AnyTasks]):
             "attention": context.own,
             "scoring": options.scoring,
             "trained_length": self._trained_length,
-            "lengths": self._lengths,
+            "lengths": self.lengths,
             "tasks": [*asked],
             "samples": options.samples,
             "seed": options.seed,
@@ -222,7 +222,7 @@ class TaskScores(Evaluation[AnyTasks]):
     def _table(self, name: str, scores: Mapping[str, Mapping[str, list[float]]]) -> Iterator[str]:
         """A line for each task, a column for each length."""
         for scoring, by_task in scores.items():
-            columns = "".join(f"{format_count(length, 1024):>8}" for length in self._lengths)
+            columns = "".join(f"{format_count(length, 1024):>8}" for length in self.lengths)
             yield f"{f'{name}, {scoring}':<32}{columns}"
             for task, values in by_task.items():
                 yield f"{task:<32}" + "".join(f"{value:>8.2f}" for value in values)

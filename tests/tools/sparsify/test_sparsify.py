@@ -150,17 +150,19 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
         fragment = {"full_layers": [], "overrides": {1: {"kind": "by_group", "parts": [part]}}}
         (tmp_path / "recipes" / recipes.CALIBRATED).write_text(yaml.safe_dump({"attention": fragment}))
     recipe = tmp_path / "recipes" / "sparse.yaml"
+    steps_of_arm = resolve(load_config(recipe), WorldSize(1, 1)).stages[-1].end_step
     arms = sparsify_ablations.arms_of(tmp_path)
     assert len(arms) == 18
     small = yaml.safe_load((tmp_path / "recipes" / recipes.SPARSE).read_text())
     blocks_of_64 = {"seer", *(name for name in arms if name.startswith("moba"))}
     for size, topk, too_small in ((16, 4, set()), (16, 3, {"double-blocks"}), (1, 64, {"half-blocks"})):
         small["attention"]["msa"] |= {"block_size": size, "topk": topk}
-        assert {*arms} - {*sparsify_ablations.ablations(small, 1, {})} == blocks_of_64 | too_small
+        assert {*arms} - {*sparsify_ablations.ablations(small, 131_072, 1, {})} == blocks_of_64 | too_small
     for name, overrides in arms.items():
         config = load_config(recipe, overrides)
         run = resolve(config, WorldSize(1, 1))
         assert sum(stage.tokens for stage in config.stages) == sum(stage.tokens for stage in load_config(recipe).stages)
+        assert run.stages[-1].end_step == steps_of_arm, name
         own = next(layer for layer in run.stages[-1].attention if layer.kind not in ("full", "by_group"))
         sizes = own.options.model_dump()
         assert sizes["block_size"] * sizes["topk"] == 4096, name
@@ -285,6 +287,7 @@ def test_the_plan_is_printed_and_nothing_is_written(
         ({"tokens": 600}, "--tokens: given 600; allowed: at least"),
         ({"data": "nothing"}, "nothing.*idx"),
         ({"lr": 0, "seeds": 101}, "--seeds: given 101; allowed: .*--lr: given 0.0; allowed: number > 0"),
+        ({"rope-theta": 1}, "--rope-theta: given 1.0; allowed: number > 1"),
         ({"length": 1000}, "--length: given 1000; allowed: a multiple of 16"),
         ({"validation": "short"}, "--validation: given no document longer than --length 512"),
         ({"kind": "moba_window"}, "--budget: given 64, but with --kind moba_window a query attends to 512; allowed"),
@@ -306,9 +309,13 @@ def test_what_cannot_be_is_refused_before_anything_runs(
     ("override", "problem"),
     [
         ("evaluation.needle.sample=4", "evaluation.needle.sample: unknown key"),
+        ("evaluation.full_layers.lengths=[30]", "evaluation.full_layers.lengths: given 30"),
         ("evaluation.oracle.bucket=100", "evaluation.oracle.bucket: given 100, which does not divide"),
         ("seed=3", "override 'seed=3': runs have the seeds 1 to --seeds"),
         ("optim.lr=1", "override 'optim.lr=1': give --lr"),
+        ("attention.default=qsa", "override 'attention.default=qsa': give --kind"),
+        ("attention={default: nothing}", "attention.default: 'nothing' is not a registered"),
+        ("stages=[]", "stages: given []; allowed: non-empty list"),
     ],
 )
 def test_overrides_that_fail_late_or_change_nothing_are_refused(
