@@ -221,7 +221,7 @@ def config(tmp_path: Path) -> RunConfig:
         "data": {"train": [{"path": str(tmp_path / "corpus")}], "validation": [{"path": str(tmp_path / "corpus")}]},
         "batch_tokens": 128,
         "stages": [{"name": "only", "seq_len": 128, "tokens": 256}],
-        "evaluation": {"gate_probe": {"queries": 40, "sequences": 3}},
+        "evaluation": {"sequences": 2, "gate_probe": {"queries": 40, "sequences": 3}},
         "telemetry": {"report": False, "wandb": {"mode": "disabled"}},
     }
     path = tmp_path / "recipe.yaml"

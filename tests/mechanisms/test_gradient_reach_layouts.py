@@ -49,7 +49,7 @@ def masked(run: Run, corpora: Path, tmp_path: Path) -> Run:
         source["path"] = str(tmp_path / Path(source["path"]).name)
     run.recipe["data"]["long_conversations"] = "split"
     run.recipe["stages"] = [run.recipe["stages"][1]]
-    run.recipe["evaluation"] = {"gradient_reach": {"sequences": 5}}
+    run.recipe["evaluation"] = {"sequences": 2, "gradient_reach": {"sequences": 5}}
     return run
 
 
@@ -102,7 +102,7 @@ def test_training_is_bitwise_what_it_is_without(masked: Run, tmp_path: Path) -> 
     """Measured before the first step and after each, with frozen embeddings and recomputed activations."""
     masked.recipe["activation_checkpointing"] = "full"
     masked.recipe["stages"][0] |= {"tokens": 2 * 512, "trainable": ["blocks.*", "norm.*", "output.*"]}
-    masked.recipe["evaluation"] = {"every": 1, "at_start": True, "gradient_reach": {"sequences": 2}}
+    masked.recipe["evaluation"] = {"every": 1, "sequences": 2, "at_start": True, "gradient_reach": {"sequences": 2}}
     assert masked.train_here() == 0
     found = masked.records("gradient_reach")
     assert {len(record["gradient_reach_layers"]["layers"]["moba"]) for record in found} == {2}
