@@ -48,7 +48,10 @@ def printed(machine: Machine) -> str:
             ["compute capability (12, 0), the fastest kernels are for (9, 0)"],
         ),
         (Machine("cuda", (9, 0), None), "composed, on", "composed, on", [FASTER]),
-        (Machine("cuda", (7, 5), BEST_PAIR[1]), "reference, compute", "reference, compute", []),
+        *(
+            (Machine("cuda", (7, 5), one), "reference, compute", "reference, compute", [])
+            for one in (BEST_PAIR[1], None)
+        ),
     ],
 )
 def test_the_kernels_of_a_gpu_and_the_torch_that_has_faster_ones(

@@ -135,10 +135,10 @@ class Kernel(NamedTuple):
         machine = facts.machine
         if machine.device != "cuda" and not machine.interpreted:
             return f"tensors are on {machine.device}, not on CUDA"
-        if machine.triton is None:
-            return "the package triton is not installed"
         if machine.capability and machine.capability < _AMPERE:
             return f"compute capability {machine.capability}, 8.0 or newer needed"
+        if machine.triton is None:
+            return "the package triton is not installed"
         if facts.dtype not in HALF and not machine.interpreted:
             return f"dtype {facts.dtype}, bfloat16 or float16 needed"
         if reason := self.size_problem(facts.head_width, facts.block_size, facts.history_blocks):
