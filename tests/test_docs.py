@@ -195,6 +195,21 @@ def test_the_measured_speed_of_the_trainer_is_shown() -> None:
         assert (f"{speed:,.0f}", percent(mfu, 1), percent(dense, 1)) in told
 
 
+def test_training_says_how_far_machines_differ() -> None:
+    row, found = "128K:moba-512-8:budget:cp4", []
+    for place, file in enumerate(("128k-h200-x4", "h200-x4-again", "128k-fp8-h200-x4")):
+        rows_of = results(f"training-8b-{file}.json")
+        fp8 = f"{row}:fp8:parallel.cp_transport=allgather", f"{row}:parallel.cp_transport=allgather:fp8"
+        for kind, names in enumerate(((f"{row}:parallel.cp_transport=allgather",), fp8)):
+            found += [(kind, place, rows_of[name]["tokens_per_s_per_device"]) for name in names if name in rows_of]
+    rates = [rate for _, _, rate in sorted(found, key=lambda one: one[:2])]
+    assert max(rate["max"] / rate["min"] for rate in rates) < 1.0115
+    medians = [f"{rate['median']:,.0f}" for rate in rates]
+    text = " ".join((ROOT / "benchmarks/measured/training.md").read_text().split())
+    told = re.sub(r" \(\[file\]\([^)]*\)\)", "", text)
+    assert "commits: {}, {} and {}; in FP8 {} and {}.".format(*medians) in told
+
+
 def test_context_parallelism_has_its_measured_times() -> None:
     measured: dict[tuple[str, ...], dict[str, str]] = {}
     for part in ("", "-1m", "-dense", "-1m-dense", "-1m-dense-ulysses"):

@@ -158,7 +158,7 @@ def print_kernels(console: Console, machine: Machine) -> None:
     for warning in lost:
         console.print(f"{warning.message}")
     if better:
-        console.print(f"pip install torch=={BEST_PAIR[0]}, which brings Triton {BEST_PAIR[1]}, has faster ones")
+        console.print(f"faster ones come with Triton {BEST_PAIR[1]}: pip install torch=={BEST_PAIR[0]}")
 
 
 def _passes(machine: Machine, block_size: int) -> list[str]:

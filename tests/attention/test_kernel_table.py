@@ -59,6 +59,8 @@ def warned_of_nothing_yet() -> Iterator[None]:
         ),
         (facts(replace(HOPPER, triton=None)), "composed reference", "not triton: the package triton is not installed"),
         (facts(Machine("cuda", (7, 5), None)), "reference", "compute capability (7, 5), 8.0 or newer needed"),
+        # Its programs have 64 KiB of shared memory, and Triton does not support it.
+        (facts(Machine("cuda", (7, 5), "3.6.0")), "reference", "compute capability (7, 5), 8.0 or newer needed"),
         # Measured: with flash-attn-4, long blocks and many rows; fewer rows suffice in a shard that meets all keys.
         (facts(WITH_FLASH_4, block_size=2048, rows=2**21), "composed triton reference", "faster for blocks of 2048"),
         (facts(block_size=2048, rows=2**21), "triton reference", ""),

@@ -55,6 +55,31 @@ def test_help_starts_at_once_without_heavy_imports() -> None:
     assert min(times) < 0.3
 
 
+def test_help_of_every_command_loads_nothing_heavy() -> None:
+    """All pages in one process, so that what any of them loads is found. Typer 0.29 itself loads pydantic for them."""
+    program = """
+import sys
+import typer
+from data_tools.cli import app as data
+from moba_train.tools.cli import app
+def walk(command, path):
+    yield path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from walk(below, [*path, name])
+for tool in (app, data):
+    for path in walk(typer.main.get_command(tool), []):
+        try:
+            tool([*path, "--help"])
+        except SystemExit as stop:
+            assert stop.code == 0, path
+        assert not {"torch", "numpy", "yaml"} & set(sys.modules), path
+        assert len(sys.modules) < 500, (path, len(sys.modules))  # 442 with typer 0.29
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage: ") > 30
+
+
 @pytest.mark.parametrize("command", ["plan", "train", "eval", "report"])
 def test_help_fills_its_lines(command: str) -> None:
     """Typer 0.29 prints the line breaks of docstrings, which cut lines short in a terminal."""

@@ -13,6 +13,8 @@ from moba_train.attention.kernels.table import Machine
 from moba_train.tools.environment import BEST_PAIR, print_kernels
 
 ROOT = Path(__file__).parents[2]
+FASTER = f"faster ones come with Triton {BEST_PAIR[1]}: pip install torch=={BEST_PAIR[0]}"
+"""The last line, whose end can be copied."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,7 @@ def printed(machine: Machine) -> str:
             Machine("cuda", (9, 0), "3.7.1"),
             "triton/blocks_from_144_forward",
             "triton/blocks_from_144_dq",
-            ["Triton 3.7.1 is installed, but", f"pip install torch=={BEST_PAIR[0]}, which brings"],
+            ["Triton 3.7.1 is installed, but", FASTER],
         ),
         (
             Machine("cuda", (12, 0), "3.7.1"),
@@ -45,7 +47,11 @@ def printed(machine: Machine) -> str:
             "triton/blocks_from_144_dq",
             ["compute capability (12, 0), the fastest kernels are for (9, 0)"],
         ),
-        (Machine("cuda", (9, 0), None), "composed, on", "composed, on", [f"pip install torch=={BEST_PAIR[0]}"]),
+        (Machine("cuda", (9, 0), None), "composed, on", "composed, on", [FASTER]),
+        *(
+            (Machine("cuda", (7, 5), one), "reference, compute", "reference, compute", [])
+            for one in (BEST_PAIR[1], None)
+        ),
     ],
 )
 def test_the_kernels_of_a_gpu_and_the_torch_that_has_faster_ones(

@@ -24,6 +24,8 @@ from moba_train.attention.kernels.common.geometry import ranges_problem
 from moba_train.attention.layout import Layout
 
 HALF = (torch.float16, torch.bfloat16)
+_AMPERE = (8, 0)
+"""The oldest compute capability that Triton supports. Programs before it have 64 or 96 KiB of shared memory."""
 _HOPPER = (9, 0)
 _GLUON_TRITON = os.environ.get("MOBA_GLUON_TRITON", "3.6")
 """Release of Triton with which the kernels in Gluon were checked and timed on a GPU. With 3.7 to 3.9 they compile,
@@ -133,6 +135,8 @@ class Kernel(NamedTuple):
         machine = facts.machine
         if machine.device != "cuda" and not machine.interpreted:
             return f"tensors are on {machine.device}, not on CUDA"
+        if machine.capability and machine.capability < _AMPERE:
+            return f"compute capability {machine.capability}, 8.0 or newer needed"
         if machine.triton is None:
             return "the package triton is not installed"
         if facts.dtype not in HALF and not machine.interpreted:
