@@ -24,7 +24,12 @@ def sparse(run: Run, folder: Path, kind: str = "infllm_v2", options: dict[str, A
     other = Run(folder, run.folder)
     other.folder.mkdir()
     attention = {"default": kind, kind: options}
-    other.recipe = {**run.recipe, "run_dir": str(folder / "run"), "evaluation": {"sequences": 2}, "attention": attention}
+    other.recipe = {
+        **run.recipe,
+        "run_dir": str(folder / "run"),
+        "evaluation": {"sequences": 2},
+        "attention": attention,
+    }
     other.recipe |= {"batch_tokens": 256, "stages": [{**stage, "tokens": 2 * 256} for stage in run.recipe["stages"]]}
     return other
 
