@@ -42,9 +42,9 @@ def named_gpu(name: str) -> Gpu:
 
 
 class _Measured(BaseModel):
-    """A part of the file: unknown keys are refused."""
+    """A part of the file: unknown keys, and numbers that are not finite, are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class MeasuredLayer(_Measured):
@@ -128,7 +128,8 @@ class Rates(_Measured):
         """The rate of a layer with heads of this width in sequences of `tokens` tokens.
 
         It is that of the measured rows whose options and head width are nearest, between two lengths interpolated over
-        log(tokens), beyond them that of the nearest length. Raises PlanError for a kind that was not measured.
+        log(tokens), beyond them that of the nearest length. Raises PlanError for a kind that was not measured, and for
+        rows with options that the kind does not have.
         """
         rows = [row for row in self.attention if row.kind == layer.kind]
         if not rows:
@@ -137,6 +138,14 @@ class Rates(_Measured):
                 f"attention kind {layer.kind!r} has no measured time on {self.gpu}, so no step with it can be "
                 f"predicted; measured: {known}; {CALIBRATE}"
             )
+        for row in rows:
+            try:
+                _measured(row, layer)
+            except ValidationError as error:
+                raise PlanError(
+                    f"the rates of {self.gpu} have options that attention kind {layer.kind!r} does not take: "
+                    f"{_first_problem(error)}; {CALIBRATE}"
+                ) from None
         nearest = min(rows, key=lambda row: _distance(row, layer, head_dim))
         rows = [row for row in rows if (row.options, row.head_dim) == (nearest.options, nearest.head_dim)]
         rows.sort(key=lambda row: row.tokens)
@@ -157,10 +166,20 @@ def _distance(row: MeasuredLayer, layer: LayerAttention, head_dim: int) -> float
     return distance
 
 
+def _measured(row: MeasuredLayer, layer: LayerAttention) -> LayerAttention:
+    """The layer that a row of `layer`'s kind is about. Raises ValidationError for other options than the kind's."""
+    return LayerAttention(row.kind, type(layer.options).model_validate(row.options))
+
+
 def _row_rate(row: MeasuredLayer, layer: LayerAttention) -> AttentionRate:
-    measured = LayerAttention(row.kind, type(layer.options).model_validate(row.options))
+    measured = _measured(row, layer)
     flops = layer_flops(MEASURED_MODEL.model_copy(update={"head_dim": row.head_dim}), measured, [row.tokens])
     return AttentionRate(flops / 3 / (row.forward_ms / 1e3), flops / (row.both_ms / 1e3))
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return ": ".join([*map(str, first["loc"]), first["msg"]])
 
 
 def read_rates(path: Path) -> Rates:
@@ -168,17 +187,17 @@ def read_rates(path: Path) -> Rates:
     try:
         return Rates.model_validate_json(read_foreign(path, _MOST_BYTES))
     except (OSError, ValidationError) as error:
-        if isinstance(error, OSError):
-            reason = error.strerror
-        else:
-            first = error.errors()[0]
-            reason = ": ".join([*map(str, first["loc"]), first["msg"]])
+        reason = error.strerror if isinstance(error, OSError) else _first_problem(error)
         raise PlanError(f"--rates: {path} holds no rates: {reason}; {CALIBRATE}") from None
 
 
 def shipped_rates(gpu: Gpu) -> Rates:
-    """The rates of an H200, scaled to `gpu`; as they are for a GPU that the table of devices does not have."""
-    return scaled(read_rates(_SHIPPED), known_gpu(gpu.name) or H200)
+    """The rates of an H200, scaled to `gpu`; with a note as they are for one that is not in the table."""
+    rates = read_rates(_SHIPPED)
+    if (known := known_gpu(gpu.name)) is None:
+        note = f"{rates.note}; those of {gpu.name} are not known: measure them by moba-train calibrate"
+        return rates.model_copy(update={"note": note})
+    return scaled(rates, known)
 
 
 _BALANCED_BLOCK = 236

@@ -2,6 +2,7 @@
 refused."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,10 +117,21 @@ def test_a_kind_that_was_never_measured_is_named() -> None:
         H200.attention_rate(layer("infllm"), 128, 8192)
 
 
+@pytest.mark.parametrize("options", [{"chunk": 1}, {"block_size": "wide"}, {"block_size": 0}])
+def test_options_that_the_kind_does_not_have_are_named(options: dict[str, int | str]) -> None:
+    """As of a file that another release measured."""
+    row = next(row for row in H200.attention if row.kind == "moba")
+    rates = H200.model_copy(update={"attention": (row.model_copy(update={"options": options}),)})
+    with pytest.raises(PlanError, match=rf"'moba' does not take: {next(iter(options))}: .*`moba-train calibrate"):
+        rates.attention_rate(layer("moba"), 128, 8192)
+
+
 def test_rates_are_found_by_the_name_of_the_gpu() -> None:
     assert shipped_rates(Gpu("NVIDIA H200", 989, 1.0)) == H200
     assert shipped_rates(Gpu("NVIDIA H100 80GB HBM3", 989, 1.0)).gpu == "H100"
-    assert shipped_rates(Gpu("NVIDIA GeForce GTX 1080", None, 1.0)) == H200
+    unknown = shipped_rates(Gpu("NVIDIA GeForce GTX 1080", None, 1.0))
+    assert unknown.told.endswith("NVIDIA GeForce GTX 1080 are not known: measure them by moba-train calibrate)")
+    assert unknown.model_copy(update={"note": H200.note}) == H200
 
 
 def test_a_file_of_rates_is_read_as_it_was_written_and_another_file_is_refused(tmp_path: Path) -> None:
@@ -131,6 +143,7 @@ def test_a_file_of_rates_is_read_as_it_was_written_and_another_file_is_refused(t
         ("{}", "format: Field"),
         ("[", "Invalid JSON"),
         ('{"format": 2}', "format: Input should be 1"),
+        (json.dumps(H200.model_dump(mode="json") | {"products": math.inf}), "products: Input should be a finite"),
     ):
         file.write_text(content)
         with pytest.raises(PlanError, match=rf"--rates: \S+ holds no rates: {reason}.*`moba-train calibrate"):
