@@ -281,7 +281,9 @@ def _parts(title: str, steps: Sequence[StageStep]) -> Table:
     table = _table(title, "", *(step.stage.name for step in steps))
     for name, *values in zip(_PARTS, *(vars(step.time).values() for step in steps), strict=True):
         if any(values):
-            table.add_row(name, *(f"{value:.3f}" for value in values))
+            table.add_row(name, *map(_seconds, values))
+    table.add_section()
+    table.add_row("the whole step", *(_seconds(step.time.seconds) for step in steps))
     table.add_section()
     for link, where in (("node", "in the node"), ("network", "from the network")):
         for dimension, name in _SOURCES.items():
@@ -289,3 +291,8 @@ def _parts(title: str, steps: Sequence[StageStep]) -> Table:
             if any(received):
                 table.add_row(f"{name}, {where}, GiB", *map(format_gib, received))
     return table
+
+
+def _seconds(value: float) -> str:
+    """Three decimals, or one digit of a time that has none there."""
+    return f"{value:.3f}" if value >= 0.001 else f"{value:.0e}" if value else "0"

@@ -33,6 +33,16 @@ def test_corpora_smaller_than_a_batch_are_named(tmp_path: Path) -> None:
     assert f"{warning}: the stage reads it about {5 * SEQ_LEN / 40:,.1f} times" in text.getvalue()
 
 
+def test_times_of_a_tiny_model_are_not_printed_as_zero(load: Load) -> None:
+    console = Console(record=True, width=200)
+    print_plan(plan := plan_of(load(), 1), console)
+    text = console.export_text()
+    (row,) = (line for line in text.splitlines() if "the whole step" in line)
+    assert [float(cell) for cell in row.split("│")[2:-1]] == pytest.approx(
+        [step.time.seconds for step in plan.steps], rel=0.5
+    )
+
+
 def test_a_pipeline_is_shown(load: Load) -> None:
     config = load("parallel.pp=2")
     plan = plan_of(config, 4)
