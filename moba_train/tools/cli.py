@@ -88,7 +88,10 @@ def plan(
     ] = 400.0,
     gpu: Annotated[
         str | None,
-        typer.Option(help="GPU that the run must fit, such as h200; default: this machine's (with --nodes, else h200)"),
+        typer.Option(
+            help="GPU that the run must fit, such as h200; default: that of --rates or this machine's "
+            "(with --nodes, else h200)"
+        ),
     ] = None,
     rates: Rates = None,
     no_data: Annotated[
@@ -114,6 +117,8 @@ def plan(
     if nodes is not None:
         plan_nodes(recipe, overrides or (), nodes, machine, not no_data)
         return
+    if rates and here and here.name != machine.rates.gpu:
+        here = None  # the rates are another machine's, and so is the plan, as with --nodes
     target = asked or here or (machine.gpu if rates else None)
     plan_recipe(recipe, overrides or (), gpus or 1, machine, target, here is not None, not no_data)
 

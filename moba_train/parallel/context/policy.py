@@ -11,6 +11,7 @@ from moba_train.config.parallel import CPLayout
 from moba_train.parallel.context.costs import TransportCost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.parallel.context.transport.base import TransportSpec
+from moba_train.parallel.links import LINKS
 from moba_train.registry import TRANSPORTS
 
 SEVERAL_SLICES = 4
@@ -143,8 +144,9 @@ class _Choice:
         """One line: the strategy and its predicted cost."""
         cost = self.cost(strategy)
         details = transport_spec(strategy.transport).describe(strategy)
+        links = f", at {8e-9 * LINKS.network:g} Gbit/s a GPU between nodes" if cost.network_bytes else ""
         return (
             f"{strategy.transport} over {strategy.ranks} ranks, {strategy.layout}{details}: a layer receives "
             f"{cost.node_bytes / 2**20:.0f} MiB in the node and {cost.network_bytes / 2**20:.0f} MiB from other nodes "
-            f"({1e3 * cost.seconds():.2f} ms without overlap), buffers {cost.memory_bytes / 2**20:.0f} MiB"
+            f"({1e3 * cost.seconds():.2f} ms without overlap{links}), buffers {cost.memory_bytes / 2**20:.0f} MiB"
         )

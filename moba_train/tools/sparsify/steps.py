@@ -39,6 +39,7 @@ from moba_train.resolve.run import resolve_unchecked
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.evaluated_recipe import evaluated_setting
 from moba_train.tools.plan.plan import make_plan
+from moba_train.tools.plan.rates import CALIBRATE
 from moba_train.tools.plan.step_time import make_machine
 from moba_train.tools.sparsify import recipes
 from moba_train.tools.sparsify.places import Place, here
@@ -389,7 +390,8 @@ def print_plan(request: Request, source: Source, output: Path, scratch: Path, sa
     for name, text in texts.items():
         say(f"\n--- {output / 'recipes' / name}\n{text.rstrip()}")
     say("")
-    machine = make_machine(local_gpu(), request.gpus, 400.0, None)
+    gpu = local_gpu()
+    machine = make_machine(gpu, request.gpus, 400.0, None)
     for number, step in enumerate(steps(request, source, output, evaluation), 1):
         line = f"{number}. {step.name}: {step.command}"
         if step.trains:
@@ -398,10 +400,12 @@ def print_plan(request: Request, source: Source, output: Path, scratch: Path, sa
             run = resolve(config, WorldSize(request.gpus, request.gpus), None, check_files=first)
             made = make_plan(run, machine)
             each = ", ".join(f"{one.stage.name} {format_duration(one.seconds)}" for one in made.steps)
-            time = made.unpredicted or f"{format_duration(made.seconds)} ({each})"
+            # Without the advice to give --rates, which this command does not take.
+            time = made.unpredicted.removesuffix(f"; {CALIBRATE}") or f"{format_duration(made.seconds)} ({each})"
             line += f"\n   planned: {time}"
         say(line)
-    say(f"Planned for {request.gpus} x {machine.gpu.name}, by {machine.rates.told}; evaluations are not planned.")
+    on = machine.gpu.name if gpu is not None else f"{machine.gpu.name} (this machine has no GPU)"
+    say(f"Planned for {request.gpus} x {on}, by {machine.rates.told}; evaluations are not planned.")
 
 
 def run_command(words: Sequence[str], gpus: int) -> int:

@@ -22,7 +22,7 @@ from moba_train.tools.cli import app
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.plan.changes import cheapest_changes, largest_stage
 from moba_train.tools.plan.plan import Plan
-from moba_train.tools.plan.rates import named_gpu
+from moba_train.tools.plan.rates import named_gpu, shipped_rates
 from tests.resolved import plan_of
 
 MODELS = Path(__file__).parents[3] / "configs/models"
@@ -94,6 +94,14 @@ def test_the_local_gpu_is_the_default(recipe: Path, monkeypatch: pytest.MonkeyPa
     assert done.exit_code == 2
     assert "57.6 GiB are usable on Local GPU (64.0 GiB, of which 10% are kept" in done.stderr
     assert "from the rates of H200" in done.output, "those of an unknown GPU"
+
+
+def test_a_plan_by_the_rates_of_another_machine_is_for_its_gpu(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moba_train.memory.devices.local_gpu", lambda: Gpu("Local GPU", None, 64 * 2**30))
+    rates = recipe.parent / "rates.json"
+    for name, memory in (("NVIDIA H200", "126.9 GiB are usable on H200"), ("Local GPU", "57.6 GiB are usable")):
+        rates.write_text(shipped_rates(named_gpu("h200")).model_copy(update={"gpu": name}).to_json())
+        assert memory in plan(recipe, "--gpus", "8", "--no-data", "--rates", str(rates)).output
 
 
 def test_where_no_change_fits_the_nearest_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

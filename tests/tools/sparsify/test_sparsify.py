@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -264,6 +265,8 @@ def test_the_plan_is_printed_and_nothing_is_written(
     assert names[:3] == ["extend", "oracle", "calibrate"]
     assert names[-1] == "export"
     assert len(re.findall("planned:", output)) == 4
+    if not torch.cuda.is_available():
+        assert "Planned for 1 x H200 (this machine has no GPU), by the rates of H200" in output
     assert [*re.findall(r"^--- .*/(\S+\.yaml)$", output, re.MULTILINE)] == [
         recipes.BASE,
         recipes.EVALUATION,
@@ -385,3 +388,13 @@ def test_on_several_gpus_each_command_is_a_process_with_its_ranks(monkeypatch: p
         "eval run --gpus 2",
         "convert moba-to-hf run model",
     ]
+
+
+def test_a_kind_without_rates_is_planned_without_advice_that_the_command_does_not_take(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(project)
+    code, output = call("--dry-run", output=tmp_path / "new", kind="qsa")
+    assert code == 0, output
+    assert "planned: attention kind 'qsa' has no measured time on H200" in output
+    assert "--rates" not in output
