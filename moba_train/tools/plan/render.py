@@ -76,7 +76,8 @@ def print_over_budget(gpu_bytes: float | None, stages: Sequence[StagePlan | Stag
 def print_changes(plan: Plan, changes: Changes, console: Console) -> None:
     """Print the changes that make a plan fit, with their memory and time; else the nearest one."""
     if changes.fitting:
-        console.print("cheapest changes that make it fit, as arguments of this command:")
+        cheapest = "cheapest changes" if plan.steps else "changes"
+        console.print(f"{cheapest} that make it fit, as arguments of this command:")
         for change in changes.fitting:
             console.print(_change(plan, change), soft_wrap=True)
     elif changes.nearest is not None:
@@ -273,7 +274,7 @@ def _best(layouts: Layouts) -> Table:
 def _predictions(machine: Machine) -> str:
     return (
         f"all times are predictions, from {machine.rates.told} and {8e-9 * machine.links.network:g} Gbit/s a GPU "
-        "between nodes; evaluations, checkpoints and the host's time are left out"
+        "between nodes; evaluations, checkpoints, the offload of activations and the host's time are left out"
     )
 
 

@@ -96,6 +96,13 @@ def test_the_local_gpu_is_the_default(recipe: Path, monkeypatch: pytest.MonkeyPa
     assert "from the rates of H200" in done.output, "those of an unknown GPU"
 
 
+def test_changes_of_a_plan_without_times_are_not_called_cheapest(recipe: Path) -> None:
+    done = plan(recipe, "--gpus", "8", "--no-data", "--gpu", "h100", "precision.compute=fp32")
+    assert done.exit_code == 2
+    assert "\nchanges that make it fit" in done.output
+    assert "time +" not in done.output
+
+
 def test_a_plan_by_the_rates_of_another_machine_is_for_its_gpu(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moba_train.memory.devices.local_gpu", lambda: Gpu("Local GPU", None, 64 * 2**30))
     rates = recipe.parent / "rates.json"
