@@ -61,14 +61,14 @@ class Plan:
     """The split whose most expensive part costs least, over all stages."""
     stages: tuple[StagePlan, ...]
     steps: tuple[StageStep, ...]
-    """Predicted steps of each stage; empty where they cannot be predicted."""
+    """Predicted steps of each stage whose steps can be predicted."""
     unpredicted: str
-    """Reason why they cannot; empty where they are."""
+    """Reason why those of another stage, the first one, cannot; empty where all are predicted."""
 
     @property
     def seconds(self) -> float:
-        """Time of all stages; infinite where it cannot be predicted."""
-        return sum(step.seconds for step in self.steps) if self.steps else math.inf
+        """Time of all stages; infinite where that of a stage cannot be predicted."""
+        return math.inf if self.unpredicted else sum(step.seconds for step in self.steps)
 
 
 def make_plan(run: ResolvedRun, machine: Machine, documents: Sequence[Documents] | None = None) -> Plan:
@@ -99,10 +99,10 @@ def make_plan(run: ResolvedRun, machine: Machine, documents: Sequence[Documents]
     )
     steps: list[StageStep] = []
     unpredicted = ""
-    try:
-        for item in stages:
+    for item in stages:
+        try:
             times = attention_times(model, item.stage, item.documents, machine.rates)
             steps.append(predict_step(setup, run.memory.optimizer, item.stage, item.layout, times, machine))
-    except PlanError as error:
-        steps, unpredicted = [], str(error)
+        except PlanError as error:
+            unpredicted = unpredicted or str(error)
     return Plan(run.world, machine, setup.spec.counts, setup.parts, parts, stages, tuple(steps), unpredicted)

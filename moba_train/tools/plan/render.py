@@ -38,12 +38,20 @@ def print_plan(plan: Plan, console: Console) -> None:
     for item in plan.stages:
         if item.layout.reason:
             console.print(f"{item.stage.name}: {item.layout.reason}", soft_wrap=True)
+    if plan.steps:
+        console.print(_parts("Seconds of a step, and what a GPU receives in it", plan.steps))
+        console.print(_predictions(plan.machine), soft_wrap=True)
     if plan.unpredicted:
-        console.print(f"time is not predicted: {plan.unpredicted}", soft_wrap=True)
-        return
-    console.print(_parts("Seconds of a step, and what a GPU receives in it", plan.steps))
-    console.print(_predictions(plan.machine), soft_wrap=True)
-    console.print(f"all stages: {_at_most(plan.stages)}{format_duration(plan.seconds)}")
+        missing = [item.stage.name for item in plan.stages if item.stage.name not in _predicted(plan)]
+        of = f" of {', '.join(missing)}" if plan.steps else ""
+        console.print(f"time{of} is not predicted: {plan.unpredicted}", soft_wrap=True)
+    else:
+        console.print(f"all stages: {_at_most(plan.stages)}{format_duration(plan.seconds)}")
+
+
+def _predicted(plan: Plan) -> dict[str, float]:
+    """Seconds of the stages whose time is predicted, by their names."""
+    return {step.stage.name: step.seconds for step in plan.steps}
 
 
 def _at_most(stages: Sequence[StagePlan]) -> str:
@@ -76,7 +84,7 @@ def print_over_budget(gpu_bytes: float | None, stages: Sequence[StagePlan | Stag
 def print_changes(plan: Plan, changes: Changes, console: Console) -> None:
     """Print the changes that make a plan fit, with their memory and time; else the nearest one."""
     if changes.fitting:
-        cheapest = "cheapest changes" if plan.steps else "changes"
+        cheapest = "changes" if plan.unpredicted else "cheapest changes"
         console.print(f"{cheapest} that make it fit, as arguments of this command:")
         for change in changes.fitting:
             console.print(_change(plan, change), soft_wrap=True)
@@ -89,7 +97,8 @@ def print_changes(plan: Plan, changes: Changes, console: Console) -> None:
 
 def _change(plan: Plan, change: Change) -> str:
     largest = largest_stage(change.plan).memory.total
-    time = f", time {change.plan.seconds / plan.seconds - 1:+.0%}" if plan.steps and change.plan.steps else ""
+    unpredicted = plan.unpredicted or change.plan.unpredicted
+    time = "" if unpredicted else f", time {change.plan.seconds / plan.seconds - 1:+.0%}"
     return f"  {change.arguments}    # {format_gib(largest)} GiB{time}"
 
 
@@ -142,11 +151,15 @@ def _stages(plan: Plan) -> Table:
         "micro-batches per step": lambda item: str(item.layout.micro_batches),
     }
     if plan.steps:
-        seconds = {step.stage.name: step.seconds for step in plan.steps}
-        rows["time (estimate)"] = lambda item: _at_most([item]) + format_duration(seconds[item.stage.name])
+        rows["time (estimate)"] = partial(_time, _predicted(plan))
     if any(item.layout.backends for item in plan.stages):
         rows["kernels of selected blocks"] = _backends
     return _by_stage(plan, "Stages", rows)
+
+
+def _time(predicted: dict[str, float], item: StagePlan) -> str:
+    seconds = predicted.get(item.stage.name)
+    return "not predicted" if seconds is None else _at_most([item]) + format_duration(seconds)
 
 
 def _tokens(item: StagePlan) -> str:
