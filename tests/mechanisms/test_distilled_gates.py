@@ -101,9 +101,11 @@ def oracle(layer: Layer) -> list[Tensor]:
 
 
 def every_nth(divergence: Tensor, options: Any, unit: int = 1) -> Tensor:
-    """Of each `kl_every` queries of a document, or runs of `unit` queries, the middle one's, as many times."""
+    """Of each `kl_every` queries of a document, or runs of `unit` queries, one's, as many times: first the middle one,
+    then one further each time."""
     every = options.kl_every
-    return torch.where(torch.arange(len(divergence)) // unit % every == every // 2, every * divergence, 0.0)
+    chosen = [N * every + (N + every // 2) % every for N in range(len(divergence))]
+    return divergence * every * torch.isin(torch.arange(len(divergence)) // unit, torch.tensor(chosen))
 
 
 def seer_document(layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,6 +199,12 @@ def test_a_document_may_have_no_query_that_counts(name: str) -> None:
     layer = make_layer(name, {"block_size": BLOCK, "topk": 3, "train_gate": True, "kl_every": 100}, LENGTHS)
     (_, divergence), _, parameters = results(layer)
     assert not any(x.any() for x in (divergence, *parameters.values()))
+
+
+def test_queries_that_count_lie_at_all_places_of_a_block() -> None:
+    """As often at each, though the block is a divisor of N."""
+    places = grid.block_grid(packed_layout([256]), 4, 8).tokens_n % 4
+    assert places.bincount().tolist() == [8, 8, 8, 8]
 
 
 @pytest.mark.parametrize("name", ["seer", "msa"])

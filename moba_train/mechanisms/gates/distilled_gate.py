@@ -57,8 +57,8 @@ class GateOptions(Section):
     kl_every: int = Field(
         1,
         ge=1,
-        description="the divergence of every N-th query of a document, each counted N times, so that its mean is about "
-        "that of all; seer: of every N-th block of queries; 1: of all",
+        description="the divergence of one of each N queries of a document, counted N times, so that its mean is about "
+        "that of all; seer: of one of each N blocks of queries; 1: of all",
     )
     backend: Literal["auto", "triton", "composed", "reference"] = Field(
         "auto",

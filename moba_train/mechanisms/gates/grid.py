@@ -3,7 +3,7 @@ queries, each with the blocks that it may see, so that scores never exist for al
 
 Shape suffixes: n queries of the layout, N blocks of the packed sequence, B tokens of a block, l blocks that hold
 queries of the layout, t queries of a chunk, T tokens of the sequence, H query heads, K key/value heads, d head width,
-C selected blocks. With `every`, n are every N-th query of the layout, l every N-th block, by their places in documents.
+C selected blocks. With `every`, n are one of each N queries of a document, l one of each N blocks.
 """
 
 from collections.abc import Iterator
@@ -104,8 +104,9 @@ def block_grid(layout: Layout, block_size: int, every: int = 1) -> BlockGrid:
 
 
 def _every(places: Tensor, every: int) -> Tensor:
-    """Mask of every N-th place in a document. The middle one of each N: at the first, short documents have too many."""
-    return places % every == every // 2
+    """Mask of one place of each N in a document: first the middle one, or short documents would have too many, then one
+    further each time. At a fixed one, queries of `qsa` would all lie at one place of their blocks of 4 tokens."""
+    return places % every == (places // every + every // 2) % every
 
 
 @dataclass(frozen=True)
