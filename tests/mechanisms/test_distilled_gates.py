@@ -385,6 +385,24 @@ def test_problems_name_the_option() -> None:
         assert not list(KINDS[name].problems(KINDS[name].Options.model_validate({"block_size": 16}), context))
 
 
+@pytest.mark.parametrize(("name", "most"), [("seer", 7), ("msa", 127), ("qsa", 127)])
+def test_a_divergence_of_no_query_is_refused(name: str, most: int) -> None:
+    context = StageContext(MODEL, 64, 1, 1, False, "cpu", layers="in layer 0")
+
+    def problems(**options: Any) -> list[str]:
+        kind = KINDS[name]
+        given = {"block_size": 16, "train_gate": True} | options
+        return list(kind.problems(kind.Options.model_validate(given), context))
+
+    (problem,) = problems(kl_every=most + 1)
+    assert problem.startswith(f"kl_every: given {most + 1} in layer 0, with which no query of a sequence of 64 tokens")
+    assert problem.endswith(f"at most {most}")
+    assert not problems(kl_every=most)
+    assert not problems(kl_every=most + 1, train_gate=False)
+    layer = make_layer(name, {"block_size": 16, "topk": 4, "train_gate": True, "kl_every": most}, [64])
+    assert run_layer(layer)[1].any()
+
+
 def test_index_heads_are_normalised_where_the_model_normalises_q_and_k() -> None:
     model = ModelConfig(**(MODEL.model_dump() | {"qk_norm": True}))
     module: Any = KINDS["msa"].parameters(KINDS["msa"].Options(), model, 0)

@@ -115,10 +115,21 @@ class DistilledGate(AttentionKind):
         return triton_problem(context.device, *sizes)
 
     @classmethod
+    def sampled_at_once(cls, options: GateOptions) -> int:
+        """Neighbouring queries of which all or none count in the divergence."""
+        return 1
+
+    @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
-        """A block longer than the sequence, a width that cannot be rotated, and a backend that cannot run."""
+        """A block longer than the sequence, a divergence of no query, and a backend that cannot run."""
         assert isinstance(options, GateOptions)
         yield from too_long(context, options, "block_size")
+        most = 2 * -(-context.seq_len // cls.sampled_at_once(options)) - 1  # the first that counts is the middle one
+        if options.kl_every > most and (options.mode == "warmup" or options.train_gate):
+            yield (
+                f"kl_every: given {options.kl_every} {context.layers}, with which no query of a sequence of "
+                f"{context.seq_len} tokens counts; allowed: at most {most}"
+            )
         if options.mode == "sparse":
             yield from refused_triton(context, options.backend, cls.triton_problem(options, context))
 
