@@ -201,6 +201,12 @@ def test_a_document_may_have_no_query_that_counts(name: str) -> None:
     assert not any(x.any() for x in (divergence, *parameters.values()))
 
 
+def test_what_follows_from_a_layout_is_made_once() -> None:
+    layout = packed_layout([30])
+    assert grid.block_grid(layout, 4) is grid.block_grid(layout, 4, 1)
+    assert grid.query_rows(layout, 4) is grid.query_rows(layout, 4, 1)
+
+
 def test_queries_that_count_lie_at_all_places_of_a_block() -> None:
     """As often at each, though the block is a divisor of N."""
     places = grid.block_grid(packed_layout([256]), 4, 8).tokens_n % 4

@@ -30,7 +30,7 @@ class Attended(NamedTuple):
     block_size: int
     scale: float
     every: int = 1
-    """The queries are every N-th of each document in the layout."""
+    """The queries are one of each N of a document in the layout."""
 
     @property
     def grid(self) -> "BlockGrid":
@@ -77,9 +77,13 @@ class BlockGrid:
         return past_tNB & self.present_NB[blocks] & (ids_N >= first_t[:, None]).unsqueeze(-1)
 
 
-@kept
 def block_grid(layout: Layout, block_size: int, every: int = 1) -> BlockGrid:
-    """The grid of a layout of any queries, of which it has every N-th of each document, and all keys."""
+    """The grid of a layout of any queries, of which it has one of each N of a document, and all keys; kept with it."""
+    return _block_grid(layout, block_size, every)  # a default is no part of what `kept` knows a result by
+
+
+@kept
+def _block_grid(layout: Layout, block_size: int, every: int) -> BlockGrid:
     host = _on_host(layout)
     device = layout.cu_seqlens.device
     edges = block_edges(host, block_size).long()
@@ -140,9 +144,13 @@ def query_rows_bound(queries: int, layout: Layout, block_size: int, every: int =
     return queries // (block_size * every) + layout.cu_seqlens.numel() + 3
 
 
-@kept
 def query_rows(layout: Layout, block_size: int, every: int = 1) -> QueryRows:
-    """The rows of a layout, of every N-th block of each document."""
+    """The rows of a layout, of one of each N blocks of a document; kept with it."""
+    return _query_rows(layout, block_size, every)
+
+
+@kept
+def _query_rows(layout: Layout, block_size: int, every: int) -> QueryRows:
     host = _on_host(layout)
     device = layout.cu_seqlens.device
     grid = block_grid(layout, block_size)
