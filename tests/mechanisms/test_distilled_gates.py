@@ -101,9 +101,11 @@ def oracle(layer: Layer) -> list[Tensor]:
 
 
 def every_nth(divergence: Tensor, options: Any, unit: int = 1) -> Tensor:
-    """Of each `kl_every` queries of a document, or runs of `unit` queries, the middle one's, as many times."""
+    """Of each `kl_every` queries of a document, or runs of `unit` queries, one's, as many times: first the middle one,
+    then one further each time."""
     every = options.kl_every
-    return torch.where(torch.arange(len(divergence)) // unit % every == every // 2, every * divergence, 0.0)
+    chosen = [N * every + (N + every // 2) % every for N in range(len(divergence))]
+    return divergence * every * torch.isin(torch.arange(len(divergence)) // unit, torch.tensor(chosen))
 
 
 def seer_document(layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,6 +199,18 @@ def test_a_document_may_have_no_query_that_counts(name: str) -> None:
     layer = make_layer(name, {"block_size": BLOCK, "topk": 3, "train_gate": True, "kl_every": 100}, LENGTHS)
     (_, divergence), _, parameters = results(layer)
     assert not any(x.any() for x in (divergence, *parameters.values()))
+
+
+def test_what_follows_from_a_layout_is_made_once() -> None:
+    layout = packed_layout([30])
+    assert grid.block_grid(layout, 4) is grid.block_grid(layout, 4, 1)
+    assert grid.query_rows(layout, 4) is grid.query_rows(layout, 4, 1)
+
+
+def test_queries_that_count_lie_at_all_places_of_a_block() -> None:
+    """As often at each, though the block is a divisor of N."""
+    places = grid.block_grid(packed_layout([256]), 4, 8).tokens_n % 4
+    assert places.bincount().tolist() == [8, 8, 8, 8]
 
 
 @pytest.mark.parametrize("name", ["seer", "msa"])
@@ -375,6 +389,24 @@ def test_problems_name_the_option() -> None:
         assert problems[0].startswith("block_size: given 128 in layer 0, which does not fit")
         assert problems[1].startswith("backend: given 'triton' in layer 0, which cannot run")
         assert not list(KINDS[name].problems(KINDS[name].Options.model_validate({"block_size": 16}), context))
+
+
+@pytest.mark.parametrize(("name", "most"), [("seer", 7), ("msa", 127), ("qsa", 127)])
+def test_a_divergence_of_no_query_is_refused(name: str, most: int) -> None:
+    context = StageContext(MODEL, 64, 1, 1, False, "cpu", layers="in layer 0")
+
+    def problems(**options: Any) -> list[str]:
+        kind = KINDS[name]
+        given = {"block_size": 16, "train_gate": True} | options
+        return list(kind.problems(kind.Options.model_validate(given), context))
+
+    (problem,) = problems(kl_every=most + 1)
+    assert problem.startswith(f"kl_every: given {most + 1} in layer 0, with which no query of a sequence of 64 tokens")
+    assert problem.endswith(f"at most {most}")
+    assert not problems(kl_every=most)
+    assert not problems(kl_every=most + 1, train_gate=False)
+    layer = make_layer(name, {"block_size": 16, "topk": 4, "train_gate": True, "kl_every": most}, [64])
+    assert run_layer(layer)[1].any()
 
 
 def test_index_heads_are_normalised_where_the_model_normalises_q_and_k() -> None:

@@ -57,8 +57,8 @@ class GateOptions(Section):
     kl_every: int = Field(
         1,
         ge=1,
-        description="the divergence of every N-th query of a document, each counted N times, so that its mean is about "
-        "that of all; seer: of every N-th block of queries; 1: of all",
+        description="the divergence of one of each N queries of a document, counted N times, so that its mean is about "
+        "that of all; seer: of one of each N blocks of queries; 1: of all",
     )
     backend: Literal["auto", "triton", "composed", "reference"] = Field(
         "auto",
@@ -115,10 +115,21 @@ class DistilledGate(AttentionKind):
         return triton_problem(context.device, *sizes)
 
     @classmethod
+    def sampled_at_once(cls, options: GateOptions) -> int:
+        """Neighbouring queries of which all or none count in the divergence."""
+        return 1
+
+    @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
-        """A block longer than the sequence, a width that cannot be rotated, and a backend that cannot run."""
+        """A block longer than the sequence, a divergence of no query, and a backend that cannot run."""
         assert isinstance(options, GateOptions)
         yield from too_long(context, options, "block_size")
+        most = 2 * -(-context.seq_len // cls.sampled_at_once(options)) - 1  # the first that counts is the middle one
+        if options.kl_every > most and (options.mode == "warmup" or options.train_gate):
+            yield (
+                f"kl_every: given {options.kl_every} {context.layers}, with which no query of a sequence of "
+                f"{context.seq_len} tokens counts; allowed: at most {most}"
+            )
         if options.mode == "sparse":
             yield from refused_triton(context, options.backend, cls.triton_problem(options, context))
 

@@ -3,7 +3,7 @@ queries, each with the blocks that it may see, so that scores never exist for al
 
 Shape suffixes: n queries of the layout, N blocks of the packed sequence, B tokens of a block, l blocks that hold
 queries of the layout, t queries of a chunk, T tokens of the sequence, H query heads, K key/value heads, d head width,
-C selected blocks. With `every`, n are every N-th query of the layout, l every N-th block, by their places in documents.
+C selected blocks. With `every`, n are one of each N queries of a document, l one of each N blocks.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Attended(NamedTuple):
     block_size: int
     scale: float
     every: int = 1
-    """The queries are every N-th of each document in the layout."""
+    """The queries are one of each N of a document in the layout."""
 
     @property
     def grid(self) -> "BlockGrid":
@@ -77,9 +77,13 @@ class BlockGrid:
         return past_tNB & self.present_NB[blocks] & (ids_N >= first_t[:, None]).unsqueeze(-1)
 
 
-@kept
 def block_grid(layout: Layout, block_size: int, every: int = 1) -> BlockGrid:
-    """The grid of a layout of any queries, of which it has every N-th of each document, and all keys."""
+    """The grid of a layout of any queries, of which it has one of each N of a document, and all keys; kept with it."""
+    return _block_grid(layout, block_size, every)  # a default is no part of what `kept` knows a result by
+
+
+@kept
+def _block_grid(layout: Layout, block_size: int, every: int) -> BlockGrid:
     host = _on_host(layout)
     device = layout.cu_seqlens.device
     edges = block_edges(host, block_size).long()
@@ -104,8 +108,9 @@ def block_grid(layout: Layout, block_size: int, every: int = 1) -> BlockGrid:
 
 
 def _every(places: Tensor, every: int) -> Tensor:
-    """Mask of every N-th place in a document. The middle one of each N: at the first, short documents have too many."""
-    return places % every == every // 2
+    """Mask of one place of each N in a document: first the middle one, or short documents would have too many, then one
+    further each time. At a fixed one, queries of `qsa` would all lie at one place of their blocks of 4 tokens."""
+    return places % every == (places // every + every // 2) % every
 
 
 @dataclass(frozen=True)
@@ -139,9 +144,13 @@ def query_rows_bound(queries: int, layout: Layout, block_size: int, every: int =
     return queries // (block_size * every) + layout.cu_seqlens.numel() + 3
 
 
-@kept
 def query_rows(layout: Layout, block_size: int, every: int = 1) -> QueryRows:
-    """The rows of a layout, of every N-th block of each document."""
+    """The rows of a layout, of one of each N blocks of a document; kept with it."""
+    return _query_rows(layout, block_size, every)
+
+
+@kept
+def _query_rows(layout: Layout, block_size: int, every: int) -> QueryRows:
     host = _on_host(layout)
     device = layout.cu_seqlens.device
     grid = block_grid(layout, block_size)

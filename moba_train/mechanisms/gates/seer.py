@@ -77,6 +77,11 @@ class SeerKind(DistilledGate):
         assert isinstance(options, SeerKind.Options)
         return SeerGate(model, options.gate_dim or model.head_width)
 
+    @classmethod
+    def sampled_at_once(cls, options: GateOptions) -> int:
+        """A block."""
+        return options.block_size
+
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
         """Features of every block's queries and keys, [N, H, w] and [N, K, w]; equal on all ranks of a sequence."""
         shard = layer.engine.shard(layer.layout)
