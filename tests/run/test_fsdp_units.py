@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes
+from moba_train.data.batch import collate
 from moba_train.memory.activations import _Choice
 from moba_train.model import transformer
 from moba_train.model.build import build_attention
@@ -26,7 +27,7 @@ from moba_train.parallel.world import joined_world
 from moba_train.run import learner
 from moba_train.train import main as trainer_main
 from tests.resolved import sharded_of, stages_of, weights_of, work_of
-from tests.run.test_pipeline_gradients import MICRO_BATCHES, micro_batches, recipe
+from tests.run.test_pipeline_gradients import MICRO_BATCHES, drawn_samples, recipe
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
 
@@ -138,12 +139,13 @@ def test_a_rank_alone_copies_no_more_than_it_must_and_has_the_bits_of_fsdp(
             monkeypatch.setattr(forward, "unshared_groups", groups)
             model = sharded_of(config, dims)
             model.set_attention(build_attention(stage.attention, config.model.head_width))
-            abandoned = forward.accumulate_gradients(model, micro_batches()[2:], 7.0)
+            micro_batches = [collate([sample]) for sample in drawn_samples()]
+            abandoned = forward.accumulate_gradients(model, micro_batches[2:], 7.0)
             next(abandoned)
             del abandoned
             left.append(any(weight.grad is not None for weight in model.parameters()))
             model.zero_grad()
-            sums = forward.accumulate_gradients(model, micro_batches(), 7.0)
+            sums = forward.accumulate_gradients(model, micro_batches, 7.0)
             first = next(sums).loss.item()
             with _Copies(model) as copies:
                 losses.append([first, *(one.loss.item() for one in sums)])
