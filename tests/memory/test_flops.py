@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -25,8 +25,10 @@ from moba_train.memory.flops import dense_flops, layer_flops, matmul_flops, real
 from moba_train.parallel.activations import Kept
 from moba_train.parallel.world import World
 from moba_train.run.step import batch_flops, throughput
-from moba_train.tools.plan.plan import StagePlan
 from tests.resolved import plan_of, samples_of, stages_of
+
+if TYPE_CHECKING:
+    from moba_train.tools.plan.plan import StagePlan
 
 LLAMA_8B = ModelConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, layers=32, heads=32, kv_heads=8)
 LENGTHS = st.lists(st.integers(0, 120), min_size=1, max_size=6)
@@ -187,7 +189,7 @@ def packed_run(folder: Path, packing: str) -> RunConfig:
     )
 
 
-def planned(config: RunConfig) -> StagePlan:
+def planned(config: RunConfig) -> "StagePlan":
     (stage,) = plan_of(config, 1).stages
     return stage
 

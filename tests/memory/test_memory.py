@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -29,8 +29,10 @@ from moba_train.parallel.transfers import REDUCTION_BUFFER
 from moba_train.registry import ADAMW_KERNELS
 from moba_train.resolve.recipe import resolve
 from moba_train.run.summary import summarize
-from moba_train.tools.plan.plan import StagePlan
 from tests.resolved import estimate_of, kept_by, plan_of, setup_of, spec_of, stages_of, weights_of, work_of
+
+if TYPE_CHECKING:
+    from moba_train.tools.plan.plan import StagePlan
 
 ROOT = Path(__file__).parents[2]
 FULL = {"default": "full"}
@@ -55,7 +57,7 @@ def config(model: str, seq_len: str, attention: Section, **changes: Any) -> RunC
     return RunConfig.model_validate(recipe)
 
 
-def planned(model: str, world_size: int, *arguments: Any, **changes: Any) -> StagePlan:
+def planned(model: str, world_size: int, *arguments: Any, **changes: Any) -> "StagePlan":
     """The plan of the only stage of `config`."""
     return plan_of(config(model, *arguments, **changes), world_size).stages[0]
 
