@@ -101,8 +101,8 @@ def oracle(layer: Layer) -> list[Tensor]:
 
 
 def every_nth(divergence: Tensor, options: Any, unit: int = 1) -> Tensor:
-    """The divergence of one of each `kl_every` queries, or runs of `unit` queries, counted as many times: the middle one
-    at first, then one further each time."""
+    """The divergence of one of each `kl_every` queries, or runs of `unit`, counted as many times: the middle one at
+    first, then one further each time."""
     every = options.kl_every
     chosen = [N * every + (N + every // 2) % every for N in range(len(divergence))]
     return divergence * every * torch.isin(torch.arange(len(divergence)) // unit, torch.tensor(chosen))
