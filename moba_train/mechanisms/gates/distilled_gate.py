@@ -152,8 +152,8 @@ class DistilledGate(AttentionKind):
         lse_Hn: Tensor,
         selected_HnC: Tensor | None,
     ) -> Tensor:
-        """The gate's KL divergence for each query of the shard, float32 or float64 [n] in nats; of every
-        `kl_every`-th, as many times, and 0 for the others.
+        """The gate's KL divergence for each query of the shard, float32 or float64 [n] in nats: of one
+        of each `kl_every` queries, as many times, and 0 for the others.
 
         From rotated q and k without gradient. `selected_HnC`: what the attention with this `lse` went to; None: to
         everything. Called on all ranks together.
