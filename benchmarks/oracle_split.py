@@ -81,8 +81,9 @@ def draw(figure: Figure, content: dict[str, Any]) -> None:
         losses.set_ylabel(name)
     panels[-1][0].set_xlabel("nats above full attention")
     panels[-1][1].set_xlabel("share of needles")
-    panels[0][0].legend(loc="upper right")
-    panels[0][1].legend(loc="lower right")
+    drawn = [axes.get_legend_handles_labels() for axes in panels.flat]
+    marks = {label: handle for handles, labels in drawn for handle, label in zip(handles, labels, strict=True)}
+    figure.legend(marks.values(), marks.keys(), loc="outside upper center", ncols=len(marks))
 
 
 def _draw_losses(axes: Axes, own: Sequence[Row]) -> None:

@@ -22,6 +22,7 @@ from benchmarks import (
     needle_maps,
     needle_signal,
     optimizers_curve,
+    oracle_split,
     smollm2_evaluate,
     training_plot,
 )
@@ -58,6 +59,7 @@ PICTURES = {
     "float8-loss-continued": Picture(float8_loss.draw, 2.8, ("float8-loss-continued-h200",)),
     "long-range-signal": Picture(long_range_signal.draw, 2.8, ("long-range-signal-h200",)),
     "optimizers-curve": Picture(optimizers_curve.draw, 2.8, ("optimizers-curve-h200",)),
+    "selection-split": Picture(oracle_split.draw, 7.5, ("selection-split-h200",)),
     "smollm2-32k": Picture(smollm2_evaluate.draw, 3.2, ("smollm2-32k-h200",)),
     "smollm2-needle": Picture(needle_maps.draw, 2.8, ("smollm2-retrieval-h200",)),
     "smollm2-signal": Picture(needle_signal.draw, 2.8, ("smollm2-signal-cpu",)),

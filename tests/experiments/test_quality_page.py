@@ -270,24 +270,71 @@ def test_losses_of_few_tokens_in_long_trajectories_are_those_of_the_file() -> No
     assert f"after steps 100 and 150, losses change by up to {max(changes):.2f}" in REPORT
 
 
-def test_sparsify_is_what_its_file_says() -> None:
-    file = ROOT / "benchmarks" / "results" / "sparsify-third-h200.json"
+def sparsified(run: str) -> dict[str, list[dict[str, Any]]]:
+    """Results of `moba-train sparsify` in this run, by arm, a seed each."""
+    file = ROOT / "benchmarks" / "results" / f"sparsify-{run}-h200.json"
     (summary,) = json.loads(file.read_text())["results"]
-    full, sparse = (summary["arms"][name] for name in ("full", "sparse"))
-    found, there = (statistics.mean(one["needle"] for one in arm) for arm in (sparse, full))
-    assert f"{there + 1e-9:.3f} over both lengths. Made sparse with `msa`" in PROSE
-    assert f"on as many tokens, it finds {found:.3f}, and its trailing loss" in PROSE
+    arms: dict[str, list[dict[str, Any]]] = summary["arms"]
+    return arms
+
+
+def test_sparsify_is_what_its_files_say() -> None:
     measured = (ROOT / "benchmarks" / "measured" / "sparsify.md").read_text()
-    for seed, pair in enumerate(zip(full, sparse, strict=True), 1):
-        for name, one in zip((f"full attention, seed {seed}", "sparse"), pair, strict=True):
-            needles = ", ".join(f"{share:.3f}" for share in one["needle_by_length"].values())
-            (row,) = (line for line in measured.splitlines() if line.startswith(f"| {name} | {one['trailing']:.3f} |"))
-            assert f" | {needles} | " in row
-            assert row.endswith(f" | {one['ruler']:.3f} |")
-    losses, rulers = ([s[key] - f[key] for s, f in zip(sparse, full, strict=True)] for key in ("trailing", "ruler"))
+    third, fourth = sparsified("third"), sparsified("fourth")
+    pairs = [(third["full"][0], "full attention, seed 1"), (third["full"][1], "full attention, seed 2")]
+    pairs += [(one, "sparse") for one in third["sparse"]]
+    for one, name in pairs:
+        needles = ", ".join(f"{share:.3f}" for share in one["needle_by_length"].values())
+        (row,) = (line for line in measured.splitlines() if line.startswith(f"| {name} | {one['trailing']:.3f} |"))
+        assert f" | {needles} | " in row
+        assert row.endswith(f" | {one['ruler']:.3f} |")
+    for (one,) in fourth.values():
+        needles = ", ".join(f"{share:.3f}" for share in one["needle_by_length"].values())
+        start = f" | {one['tokens'] / 1e6:.1f}M | {one['trailing']:.3f} | "
+        (row,) = (line for line in measured.splitlines() if start in line)
+        assert row.endswith(f" | {needles} | {one['ruler']:.3f} |")
+    found, there = (statistics.mean(one["needle"] for one in third[arm]) for arm in ("sparse", "full"))
+    assert f"{found:.3f} for {there + 1e-9:.3f}: does not hold" in measured
+    assert f"it finds {found / there:.2f} of what full attention finds after as many tokens (two seeds)" in PROSE
+    losses, rulers = (
+        [s[key] - f[key] for s, f in zip(*differing(third), strict=True)] for key in ("trailing", "ruler")
+    )
     assert f"holds: {losses[0]:+.3f} and {losses[1]:+.3f}" in measured
     assert f"holds: {100 * rulers[0]:+.1f} and {100 * rulers[1]:+.1f} points" in measured
-    assert f"does not hold: {found / there:.2f} of it" in measured
+    (sparse,), (full,) = differing(fourth)
+    (equal,) = fourth["equal-seconds"]
+    assert sparse["needle"] == full["needle"]
+    loss = sparse["trailing"] - full["trailing"]
+    assert f"does not hold: {loss:+.3f} | " in measured.replace(" |\n", " | ")
+    assert f"does not hold: {100 * (sparse['ruler'] - full['ruler']):.1f} points" in measured
+    assert f"Its loss is up to {max(*losses, loss):.3f} nats higher" in PROSE
+    loss, ruler = (sparse[key] - equal[key] for key in ("trailing", "ruler"))
+    text = f"needles {sparse['needle']:.3f} for {equal['needle']:.3f}, loss {loss:+.3f}, RULER {100 * ruler:.1f} points"
+    assert text in measured
+
+
+def differing(arms: dict[str, list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Sparse and full attention, seed by seed."""
+    return arms["sparse"], arms["full"]
+
+
+def test_what_a_selection_costs_before_training_is_what_its_file_says() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "selection-split-h200.json").read_text())["results"]
+    cost = {(row["model"], row["label"]): row["loss"] for row in rows}
+    gates = {key: loss["selector"][0] for key, loss in cost.items() if loss["selector"]}
+    forced = [value for (_, label), value in gates.items() if "first" in label]
+    free = [value for (_, label), value in gates.items() if "first" not in label]
+    most = max(loss["budget"][0] for loss in cost.values())
+    assert f"cost at most {most:.3f} nats of trailing loss at 8K and 32K" in PROSE
+    assert f"cost {min(free):.2f} to {max(free):.2f} nats more" in PROSE
+    assert f"forced, it is {min(forced):.2f} to {max(forced):.2f}" in PROSE
+    measured = (ROOT / "benchmarks" / "measured" / "sparsify.md").read_text()
+    for sizes in ("512/8", "128/32", "64/32", "128/8"):
+        labels = (sizes, f"{sizes} group", f"{sizes} group, first + previous")
+        numbers = " | ".join(f"{gates[model, label]:.3f}" for model in ("published", "extended") for label in labels)
+        assert re.search(rf"^\| {sizes} \| [0-9,]+ \| {re.escape(numbers)} \|$", measured, re.MULTILINE), numbers
+        for model in ("published", "extended"):
+            assert gates[model, labels[2]] < 0.26 * gates[model, labels[1]]  # three quarters or more
 
 
 def test_other_kinds_and_smaller_blocks_are_those_of_the_files() -> None:
