@@ -6,7 +6,7 @@ Shape suffixes: T queries, S keys.
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from moba_train.torch_private import tensor_version
 
 T = TypeVar("T")
-Sizes = ParamSpec("Sizes")
+P = ParamSpec("P")
 
 
 class TokenRange(NamedTuple):
@@ -136,14 +136,17 @@ class Layout:
         return tokens - self.cu_seqlens.long()[documents]
 
 
-def kept(derive: Callable[Concatenate[Layout, Sizes], T]) -> Callable[Concatenate[Layout, Sizes], T]:
-    """A function of a layout and of hashable sizes, whose result is kept with the layout (`Layout.cached`)."""
+def kept(derive: Callable[P, T]) -> Callable[P, T]:
+    """A function of a layout and hashable values, or a hashable object's method, whose result is kept with the layout
+    (`Layout.cached`)."""
 
     @wraps(derive)
-    def once(layout: Layout, *sizes: Sizes.args, **named: Sizes.kwargs) -> T:
-        key = (derive, sizes, *named.items())
+    def once(*values: P.args, **named: P.kwargs) -> T:
+        at = 0 if isinstance(values[0], Layout) else 1  # behind a method's object
+        layout = cast(Layout, values[at])
+        key = (derive, *values[:at], *values[at + 1 :], *named.items())
         if key not in layout._cache:
-            layout._cache[key] = derive(layout, *sizes, **named)
+            layout._cache[key] = derive(*values, **named)
         return cast(T, layout._cache[key])
 
     return once

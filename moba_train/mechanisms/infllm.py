@@ -30,7 +30,7 @@ from moba_train.attention.kernels.common.selection import (
     routing_statistics,
 )
 from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
-from moba_train.attention.layout import Layout, joined_ranges
+from moba_train.attention.layout import Layout, joined_ranges, kept
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import StatisticsObserver, statistics_observer
 from moba_train.attention.shard import attends_to_all, own_rows, padded
@@ -63,25 +63,22 @@ class Readers(NamedTuple):
     """The sequence, with these queries at p - L."""
 
 
+@kept
 def readers(layout: Layout, window: int) -> Readers:
-    """The layout's queries at positions from `window` on. Kept with the layout."""
-
-    def make() -> Readers:
-        rows = []
-        ranges = []
-        row = 0
-        for start, stop in ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges:
-            for begin, end in pairwise(layout.edges):
-                first, last = max(start, begin + window), min(stop, end)
-                if first < last:
-                    rows.append(torch.arange(row + first - start, row + last - start))
-                    ranges.append((first - window, last - window))
-            row += stop - start
-        rows_n = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-        device = layout.cu_seqlens.device
-        return Readers(rows_n.to(device, non_blocking=True), layout.part(joined_ranges(ranges), None))
-
-    return layout.cached(("readers of a memory", window), make)
+    """The layout's queries at positions from `window` on."""
+    rows = []
+    ranges = []
+    row = 0
+    for start, stop in layout.query_ranges:
+        for begin, end in pairwise(layout.edges):
+            first, last = max(start, begin + window), min(stop, end)
+            if first < last:
+                rows.append(torch.arange(row + first - start, row + last - start))
+                ranges.append((first - window, last - window))
+        row += stop - start
+    rows_n = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+    device = layout.cu_seqlens.device
+    return Readers(rows_n.to(device, non_blocking=True), layout.part(joined_ranges(ranges), None))
 
 
 def representative_keys(

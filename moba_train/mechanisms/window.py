@@ -29,7 +29,7 @@ from moba_train.attention.kernels.common.reference import (
 from moba_train.attention.kernels.table import call_problem
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
 from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, TokenBytes
-from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
+from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges, kept
 from moba_train.attention.protocol import (
     AttentionFacts,
     BackwardState,
@@ -125,6 +125,22 @@ def sink_bands(layout: Layout, window: int, sinks: int, tile: int) -> Iterator[B
                 row += last - first
 
 
+@kept
+def _all_bands(layout: Layout, window: int, sinks: int, tile: int) -> list[Band]:
+    """`bands` and, with sinks, `sink_bands`."""
+    k_ranges = (TokenRange(0, layout.total),) if layout.k_ranges is None else layout.k_ranges
+    of_sinks = sink_bands(layout, window, sinks, tile) if sinks else ()
+    return [*bands(layout.query_ranges, k_ranges, window, tile), *of_sinks]
+
+
+@kept
+def _spans(layout: Layout, window: int, sinks: int) -> KeySpans:
+    """The keys of each query, for the kernels of spans."""
+    starts_T = layout.cu_seqlens.long()[layout.q_documents]
+    first_T = torch.maximum(layout.q_tokens - (window - 1), starts_T)
+    return window_sinks.with_sinks(key_spans(first_T, layout), first_T, layout, sinks, window)
+
+
 class WindowAttention(LocalAttention):
     """Every query attends to the last `window` tokens of its document, its own included, and to the first `sinks`."""
 
@@ -201,19 +217,11 @@ class WindowAttention(LocalAttention):
 
     def _calls(self, q_THD: Tensor, layout: Layout) -> list[tuple[Band, type[VarlenKernel] | None]]:
         """The bands of a layout, each with the kernel for it; None: kernels/common/reference.py."""
-        everything = (TokenRange(0, layout.total),)
-        q_ranges = everything if layout.q_ranges is None else layout.q_ranges
-        k_ranges = everything if layout.k_ranges is None else layout.k_ranges
         kernel = self._kernel(q_THD, layout)
         # A masked call computes all scores of its tile, so tiles of about the window waste half; a kernel skips what is
         # masked.
         tile = max(self.window, _LEAST_TILE) if kernel is None else max(1, layout.total)
-
-        def make() -> list[Band]:
-            sinks = sink_bands(layout, self.window, self.sinks, tile) if self.sinks else ()
-            return [*bands(q_ranges, k_ranges, self.window, tile), *sinks]
-
-        found = layout.cached(("window bands", self.window, self.sinks, tile), make)
+        found = _all_bands(layout, self.window, self.sinks, tile)
         return [(band, kernel if band.fits_kernels else None) for band in found]
 
     def takes_spans(self, q_THD: Tensor, layout: Layout) -> bool:
@@ -223,15 +231,9 @@ class WindowAttention(LocalAttention):
 
     def _selection_and_spans(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> tuple[Selection, KeySpans]:
         """No selected block, and the keys of each query."""
-
-        def make() -> KeySpans:
-            starts_T = layout.cu_seqlens.long()[layout.q_documents]
-            first_T = torch.maximum(layout.q_tokens - (self.window - 1), starts_T)
-            return window_sinks.with_sinks(key_spans(first_T, layout), first_T, layout, self.sinks, self.window)
-
         selected_HT0 = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], 0), dtype=torch.int32)
         selection = self.blocks.selection(selected_HT0, q_THD, layout, k_SKD.shape[1])
-        return selection, layout.cached(("window spans", self.window, self.sinks), make)
+        return selection, _spans(layout, self.window, self.sinks)
 
     def _kernel(self, q_THD: Tensor, layout: Layout) -> type[VarlenKernel] | None:
         """The kernel for queries like these; None: there is none."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from moba_train.attention.kernels.common.geometry import block_bound, block_edges, block_ids, first_blocks
 from moba_train.attention.kernels.common.reference import query_chunks
 from moba_train.attention.kernels.table import triton_runs_on
-from moba_train.attention.layout import Layout
+from moba_train.attention.layout import Layout, kept
 
 
 @dataclass(frozen=True)
@@ -120,25 +120,19 @@ class BlockScores:
         """Offsets of the windows that overlap a block: first units, counted from the block's first unit."""
         return range(1 - self.sizes.window // self.sizes.stride, self.sizes.block // self.sizes.stride)
 
+    @kept
     def _complete_windows(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """int64 [T] each: the first window of each query's document, and the one behind the last that is complete."""
+        stride = self.sizes.stride
+        positions_T = layout.positions(layout.q_tokens, layout.q_documents)
+        first_T = first_blocks(layout.cu_seqlens, stride)[layout.q_documents]
+        return first_T, first_T + (positions_T + 1 - self.sizes.window) // stride + 1
 
-        def make() -> tuple[Tensor, Tensor]:
-            stride = self.sizes.stride
-            positions_T = layout.positions(layout.q_tokens, layout.q_documents)
-            first_T = first_blocks(layout.cu_seqlens, stride)[layout.q_documents]
-            return first_T, first_T + (positions_T + 1 - self.sizes.window) // stride + 1
-
-        return layout.cached(("windows of queries", self.sizes), make)
-
+    @kept
     def _first_units(self, layout: Layout) -> Tensor:
         """int64 [N]: the unit with which each block begins."""
-
-        def make() -> Tensor:
-            tokens_N = block_edges(layout, self.sizes.block)[:-1].long().clamp(max=max(layout.total - 1, 0))
-            return block_ids(tokens_N, layout.documents(tokens_N), layout, self.sizes.stride)
-
-        return layout.cached(("first unit of a block", self.sizes), make)
+        tokens_N = block_edges(layout, self.sizes.block)[:-1].long().clamp(max=max(layout.total - 1, 0))
+        return block_ids(tokens_N, layout.documents(tokens_N), layout, self.sizes.stride)
 
 
 def _kernel(q_THD: Tensor) -> ModuleType | None:
@@ -160,13 +154,12 @@ class Reach:
 
 def reach(layout: Layout, rows: slice, sizes: WindowSizes) -> Reach:
     """The reach of these rows of the layout's queries, found on the host. `rows` is not empty."""
-    edges = layout.edges
     first, last = (_token_of_row(layout, row) for row in (rows.start, rows.stop - 1))
-    first_document, last_document = (bisect_right(edges, token) - 1 for token in (first, last))
+    first_document, last_document = (bisect_right(layout.edges, token) - 1 for token in (first, last))
 
     def in_reach(size: int) -> slice:
-        before = layout.cached(("units before", size), lambda: _units_before(edges, size))
-        return slice(before[first_document], before[last_document] + (last - edges[last_document]) // size + 1)
+        before = _units_before(layout, size)
+        return slice(before[first_document], before[last_document] + (last - layout.edges[last_document]) // size + 1)
 
     return Reach(in_reach(sizes.stride), in_reach(sizes.block))
 
@@ -179,9 +172,10 @@ def _token_of_row(layout: Layout, row: int) -> int:
     return row
 
 
-def _units_before(edges: tuple[int, ...], size: int) -> list[int]:
+@kept
+def _units_before(layout: Layout, size: int) -> list[int]:
     """Number of units of `size` tokens before each document, with the number of all units at the end."""
-    return [0, *accumulate(-(-(stop - start) // size) for start, stop in pairwise(edges))]
+    return [0, *accumulate(-(-(stop - start) // size) for start, stop in pairwise(layout.edges))]
 
 
 def window_means(units_UKD: Tensor, sizes: WindowSizes) -> Tensor:
