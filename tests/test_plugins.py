@@ -39,7 +39,7 @@ KIND = '''
 import torch
 from torch import nn
 
-from moba_train.attention.full.full_kind import FullCosts, FullKind
+from moba_train.attention.full.full_kind import FullKind, full_pairs
 from moba_train.attention.kind import AttentionKind
 from moba_train.config.base import Section
 
@@ -70,8 +70,8 @@ class ScaledKind(AttentionKind):
         out, auxiliary = super().mix(layer, parameters)
         return out * (self.options.first * parameters.weight)[:, None], auxiliary
 
-    def costs(self, model):
-        return FullCosts(self, model)
+    def pairs(self, model, lengths):
+        return full_pairs(lengths)
 '''
 
 EVALUATION = '''

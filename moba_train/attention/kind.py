@@ -98,34 +98,6 @@ class TokenBytes(NamedTuple):
     """Taken by the kernels of the backward pass while they run, without their inputs and results."""
 
 
-class KindCosts(ABC):
-    """Costs of a layer with a kind, in a model of this shape. A kind gives `pairs`, and what differs from the rest."""
-
-    def __init__(self, kind: "AttentionKind", model: ModelConfig) -> None:
-        self.kind = kind
-        self.model = model
-
-    @abstractmethod
-    def pairs(self, lengths: Sequence[int]) -> float:
-        """Pairs of a query and a key that one query head attends to in packed documents of these lengths (tokens).
-
-        A query's own key counts half, as in the T^2 / 2 of dense causal attention.
-        """
-
-    def flops(self, lengths: Sequence[int]) -> float:
-        """Floating-point operations, forward and backward, without the layer's four projections. The default counts
-        two matrix products over the attended pairs, three passes' worth (12 H d a pair), and 6 per token for each
-        weight of the kind's own matrices."""
-        matrices = parameter_count(self.kind, self.model, least_dimensions=2)
-        return 12.0 * self.model.heads * self.model.head_width * self.pairs(lengths) + 6.0 * matrices * sum(lengths)
-
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        """Memory of the layer. The default is that of engine calls to the block kernels, whose workspace is bounded by
-        packed queries, packed gradients of the output and partial gradients of queries, each as large as the queries;
-        up to 384 MiB more, of few tokens, is not counted."""
-        return TokenBytes(workspace=3 * batch.width * self.model.heads * self.model.head_width)
-
-
 class KindFacts(NamedTuple):
     """Properties of a kind with its options, for exports, generation and the checks of a recipe."""
 
@@ -147,7 +119,7 @@ class AttentionKind(ABC):
     """One kind of attention with the options of one layer.
 
     The defaults below are for a parameter-free kind that makes one engine call: such a kind gives `name`, `Options`,
-    `attentions` and `costs`. Instances are shared by equal layers and must not change.
+    `attentions` and `pairs`. Instances are shared by equal layers and must not change.
     """
 
     name: ClassVar[str]
@@ -206,8 +178,22 @@ class AttentionKind(ABC):
         return layer.engine(*rotated, layer.v_TKd, attention, layer.layout, *layer.sink)[0], None
 
     @abstractmethod
-    def costs(self, model: ModelConfig) -> KindCosts:
-        """Costs of a layer in a model of this shape."""
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Pairs of a query and a key that one query head of a model of this shape attends to in packed documents of
+        these lengths (tokens). A query's own key counts half, as in the T^2 / 2 of dense causal attention."""
+
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Floating-point operations of a layer, forward and backward, without its four projections. The default counts
+        two matrix products over the attended pairs, three passes' worth (12 H d a pair), and 6 per token for each
+        weight of the kind's own matrices."""
+        matrices = parameter_count(self, model, least_dimensions=2)
+        return 12.0 * model.heads * model.head_width * self.pairs(model, lengths) + 6.0 * matrices * sum(lengths)
+
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
+        """Memory of a layer. The default is that of engine calls to the block kernels, whose workspace is bounded by
+        packed queries, packed gradients of the output and partial gradients of queries, each as large as the queries;
+        up to 384 MiB more, of few tokens, is not counted."""
+        return TokenBytes(workspace=3 * batch.width * model.heads * model.head_width)
 
 
 class TwoSublayers(ABC):

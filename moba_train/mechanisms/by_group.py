@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from moba_train.attention.engine import Engine
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     KindFacts,
     LayerInput,
     MicroBatch,
@@ -315,44 +314,32 @@ class ByGroupKind(AttentionKind):
         out_TKGd = torch.cat(outputs, 1)[:, back]
         return out_TKGd.flatten(1, 2), sum(losses[1:], losses[0]) if losses else None
 
-    def costs(self, model: ModelConfig) -> "ByGroupCosts":
-        """Costs of the parts."""
-        return ByGroupCosts(self, model)
-
-    def kinds_of(self, model: ModelConfig) -> list[tuple[ModelConfig, AttentionKind]]:
-        """Each part's kind, and the shape of its smaller layer."""
-        parts = self.by_group.complete(model.kv_heads)
-        return [(_part_model(model, part), self._kinds[part.kind]) for part in parts]
-
-
-class ByGroupCosts(KindCosts):
-    """Costs of a layer whose groups of heads have different kinds."""
-
-    kind: ByGroupKind
-
-    def __init__(self, kind: ByGroupKind, model: ModelConfig) -> None:
-        super().__init__(kind, model)
-        self._parts = [own.costs(smaller) for smaller, own in kind.kinds_of(model)]
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Mean over the heads."""
-        return sum(part.pairs(lengths) * part.model.heads for part in self._parts) / self.model.heads
+        parts = self.kinds_of(model)
+        return sum(kind.pairs(part, lengths) * part.heads for part, kind in parts) / model.heads
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Sum of the parts."""
-        return sum(part.flops(lengths) for part in self._parts)
+        return sum(kind.flops(part, lengths) for part, kind in self.kinds_of(model))
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Sum of the parts. One that leaves its keys to the engine has them gathered here, and again what its gate
         learns from, which it counts as kept of other ranks."""
-        found = [part.token_bytes(batch) for part in self._parts]
+        parts = self.kinds_of(model)
+        found = [kind.token_bytes(part, batch) for part, kind in parts]
         gathered = 0
-        for part, one in zip(self._parts, found, strict=True):
-            keys = 2 * batch.width * part.model.kv_heads * self.model.head_width
+        for (part, _), one in zip(parts, found, strict=True):
+            keys = 2 * batch.width * part.kv_heads * model.head_width
             again = one.activations // (batch.cp - 1) if batch.cp > 1 else 0
             gathered += keys + again if one.gathered is None else one.gathered
         sums = (sum(one.saved for one in found), sum(one.activations for one in found))
         return TokenBytes(*sums, gathered, max(one.workspace for one in found))
+
+    def kinds_of(self, model: ModelConfig) -> list[tuple[ModelConfig, AttentionKind]]:
+        """The shape of each part's smaller layer, and its kind."""
+        parts = self.by_group.complete(model.kv_heads)
+        return [(_part_model(model, part), self._kinds[part.kind]) for part in parts]
 
 
 def _has_mode(options: Section) -> bool:

@@ -29,7 +29,7 @@ from moba_train.attention.kernels.common.selection import (
     key_share,
     routing_statistics,
 )
-from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.kind import AttentionKind, LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout, joined_ranges, kept
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import StatisticsObserver, statistics_observer
@@ -285,20 +285,10 @@ class InfLLMKind(AttentionKind):
         parts = [Statistics(extremes), Statistics({"memory_mass": mass}, len(rows_m)), key_share(float(keys), layout)]
         return joined([*parts, routing_statistics([selected_mC], readers_layout, choice)])
 
-    def costs(self, model: ModelConfig) -> "InfLLMCosts":
-        """Costs of window and memory."""
-        return InfLLMCosts(self, model)
-
-
-class InfLLMCosts(KindCosts):
-    """Costs of a layer with InfLLM's memory; they count the forward pass, as there is no other."""
-
-    kind: InfLLMKind
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The window, a query's own key counting half; before it the block that the window is leaving, the first blocks
         and topk more."""
-        window, block_size, _, first, topk = self.kind.sizes
+        window, block_size, _, first, topk = self.sizes
         pairs = 0.0
         for length in lengths:
             read = max(length - window, 0)
@@ -306,13 +296,13 @@ class InfLLMCosts(KindCosts):
             pairs += attended_pairs(read, block_size, first + topk + 1) + read / 2
         return pairs
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Attention and the scores of blocks: a third of what training would take."""
-        window, block_size, *_ = self.kind.sizes
+        window, block_size, *_ = self.sizes
         scores = sum(max(length - window, 0) ** 2 / 2 / block_size for length in lengths)
-        return super().flops(lengths) / 3 + 2 * self.model.kv_heads * self.model.head_width * scores
+        return super().flops(model, lengths) / 3 + 2 * model.kv_heads * model.head_width * scores
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Nothing: it is not trained."""
         return TokenBytes(gathered=0)
 

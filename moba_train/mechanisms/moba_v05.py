@@ -15,7 +15,6 @@ from moba_train.attention.block_sparse import too_long
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     LayerInput,
     MicroBatch,
     StageContext,
@@ -106,6 +105,8 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
             """Segments before its own that a query selects, at most."""
             return self.topk - 1
 
+    options: Options
+
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
         assert isinstance(options, MobaV05Kind.Options)
@@ -150,33 +151,19 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
         update: Tensor = parameters(layer.x_TD, attend)
         return update
 
-    def costs(self, model: ModelConfig) -> "MobaV05Costs":
-        """Costs of both sublayers' attention, and of the second one."""
-        return MobaV05Costs(self, model)
-
-
-class MobaV05Costs(KindCosts):
-    """Costs of a layer with the second sublayer."""
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The own segment up to the query, and at most topk - 1 complete segments before: as many as MoBA's."""
-        return sum(attended_pairs(length, self._options.block_size, self._options.topk) for length in lengths)
+        return sum(attended_pairs(length, self.options.block_size, self.options.topk) for length in lengths)
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Attention of both sublayers, the second one's projections, and its gate."""
-        return super().flops(lengths) + gate_flops(self.model, lengths, self._options.block_size)
+        return super().flops(model, lengths) + gate_flops(model, lengths, self.options.block_size)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved is what the second sublayer keeps without activation checkpointing: in 16 bits its input, queries,
         keys, values and output; in 32 its LSE, the selected segments and their lists."""
-        model = self.model
         queries = model.heads * model.head_width
         keys = model.kv_heads * model.head_width
         rows = model.hidden_size + 2 * queries + 2 * keys
-        saved = 2 * rows + 4 * model.heads + 2 * 4 * model.heads * self._options.history_segments
-        return super().token_bytes(batch)._replace(saved=saved)
-
-    @property
-    def _options(self) -> MobaV05Kind.Options:
-        assert isinstance(self.kind.options, MobaV05Kind.Options)
-        return self.kind.options
+        saved = 2 * rows + 4 * model.heads + 2 * 4 * model.heads * self.options.history_segments
+        return super().token_bytes(model, batch)._replace(saved=saved)

@@ -33,7 +33,7 @@ from moba_train.attention.kernels.composed import BlockKernel, Join, Part, Rows
 from moba_train.attention.kind import MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.gate import gate_scores
-from moba_train.attention.moba.moba_kind import MobaCosts, MobaKind
+from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.config.base import Section
@@ -349,20 +349,12 @@ class MobaV1Kind(MobaKind):
         section = f"attention.{self.name}"
         return SummedMoba(options, self.head_dim, section=section, gated=options.merge == "gate")
 
-    def costs(self, model: ModelConfig) -> "MobaV1Costs":
-        """Costs of MoBA, with the weights of blocks."""
-        return MobaV1Costs(self, model)
-
-
-class MobaV1Costs(MobaCosts):
-    """Costs of a layer whose blocks have a softmax each."""
-
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved are the selected block ids and their inverse lists, int32 each, and the weights by gates, float32."""
-        options = self.kind.options
+        options = self.options
         assert isinstance(options, MobaV1Kind.Options)
         if options.merge != "softmax":  # short sequences also select
             batch = batch._replace(seq_len=max(batch.seq_len, options.topk * options.block_size + 1))
-        found = super().token_bytes(batch)
-        weights = 4 * self.model.heads * options.history_blocks if options.merge == "gate" else 0
+        found = super().token_bytes(model, batch)
+        weights = 4 * model.heads * options.history_blocks if options.merge == "gate" else 0
         return found._replace(saved=found.saved + weights)

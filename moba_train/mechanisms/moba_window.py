@@ -20,7 +20,7 @@ from moba_train.attention.kernels.common.geometry import KeySpans
 from moba_train.attention.kernels.common.selection import Choice, key_share, selection_statistics
 from moba_train.attention.kind import MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
-from moba_train.attention.moba.moba_kind import MobaCosts, MobaKind, attended_pairs
+from moba_train.attention.moba.moba_kind import MobaKind, attended_pairs
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.attention.statistics import Statistics
@@ -163,25 +163,17 @@ class MobaWindowKind(MobaKind):
     def _attention(self, options: MobaAttention.Options) -> MobaWindowAttention:
         return MobaWindowAttention(options, self.head_dim, section=f"attention.{self.name}")
 
-    def costs(self, model: ModelConfig) -> "MobaWindowCosts":
-        """Costs of MoBA and of the window."""
-        return MobaWindowCosts(self, model)
-
-
-class MobaWindowCosts(MobaCosts):
-    """Costs of a layer with MoBA and a window."""
-
     @property
     def _window(self) -> int:
-        assert isinstance(self.kind.options, MobaWindowAttention.Options)
-        return self.kind.options.window
+        assert isinstance(self.options, MobaWindowAttention.Options)
+        return self.options.window
 
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """MoBA's, with the window's blocks among those of every query."""
-        options = self.kind.moba_options
+        options = self.moba_options
         blocks = options.topk + self._window // options.block_size
         return sum(attended_pairs(length, options.block_size, blocks) for length in lengths)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """MoBA's: ids of the window's blocks are not kept."""
-        return super().token_bytes(batch._replace(seq_len=batch.seq_len - self._window))
+        return super().token_bytes(model, batch._replace(seq_len=batch.seq_len - self._window))

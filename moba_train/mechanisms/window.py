@@ -28,7 +28,7 @@ from moba_train.attention.kernels.common.reference import (
 )
 from moba_train.attention.kernels.table import call_problem
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
-from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, TokenBytes
+from moba_train.attention.kind import AttentionKind, KindFacts, MicroBatch, TokenBytes
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges, kept
 from moba_train.attention.protocol import (
     AttentionFacts,
@@ -293,28 +293,18 @@ class WindowKind(AttentionKind):
         self.sinks = options.sinks
         self.attentions = (WindowAttention(options.window, head_dim, options.backend, options.sinks),)
 
-    def costs(self, model: ModelConfig) -> "WindowCosts":
-        """Costs of attention to a window and sinks."""
-        return WindowCosts(self, model)
-
-
-class WindowCosts(KindCosts):
-    """Costs of a layer with a sliding window."""
-
-    kind: WindowKind
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Those of full attention inside the window, then a window for each token, and the sinks behind it."""
         return sum(map(self._pairs_of_document, lengths))
 
     def _pairs_of_document(self, length: int) -> float:
-        outside = max(0, length - self.kind.window)  # queries that have tokens behind their window
-        growing = min(outside, self.kind.sinks)  # of these, queries that have 1, 2, ... sinks behind it
-        sinks = growing * (growing + 1) / 2 + (outside - growing) * self.kind.sinks
-        inside = min(length, self.kind.window)
-        return inside**2 / 2 + outside * (self.kind.window - 0.5) + sinks
+        outside = max(0, length - self.window)  # queries that have tokens behind their window
+        growing = min(outside, self.sinks)  # of these, queries that have 1, 2, ... sinks behind it
+        sinks = growing * (growing + 1) / 2 + (outside - growing) * self.sinks
+        inside = min(length, self.window)
+        return inside**2 / 2 + outside * (self.window - 0.5) + sinks
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Gradients of keys and values are summed in float32. Copies of the sinks for groups of queries, up to 128 of
         them a tenth of that, are not counted."""
-        return TokenBytes(workspace=4 * 2 * self.model.kv_heads * self.model.head_width)
+        return TokenBytes(workspace=4 * 2 * model.kv_heads * model.head_width)

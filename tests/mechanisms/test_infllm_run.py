@@ -59,7 +59,7 @@ def test_the_plan_counts_its_flops(run: Run, tmp_path: Path) -> None:
     check(config)
     layer = stages_of(config)[1].attention[0]
     kind = InfLLMV2Kind(layer.options, 8)
-    pairs = kind.costs(config.model).pairs([100, 28])
+    pairs = kind.pairs(config.model, [100, 28])
     assert pairs < (100**2 + 28**2) / 2
     assert layer_flops(config.model, layer, [100, 28]) == 12 * 32 * pairs + 2 * 32 * 100**2 / 2 / 4
 

@@ -15,7 +15,7 @@ from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.kernels.common.geometry import history_blocks, history_bound
 from moba_train.attention.kernels.table import call_problem, kernel_decodes
 from moba_train.attention.kernels.varlen import TorchFlash, VarlenKernel
-from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.kind import AttentionKind, KindFacts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection, head_parts
 from moba_train.config.base import Section
@@ -159,21 +159,36 @@ class FullKind(AttentionKind):
                 f"{context.device}; set auto"
             )
 
-    def costs(self, model: ModelConfig) -> "FullCosts":
-        """Costs of dense attention."""
-        return FullCosts(self, model)
-
-
-class FullCosts(KindCosts):
-    """Costs of a layer with full attention."""
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Half of each document's square."""
         return full_pairs(lengths)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Flash kernels sum the gradients of queries in float32."""
-        return TokenBytes(workspace=4 * self.model.heads * self.model.head_width)
+        return TokenBytes(workspace=4 * model.heads * model.head_width)
+
+
+class KindAround(AttentionKind):
+    """Base class of kinds that compare another one with full attention, and have its name, facts and costs."""
+
+    def __init__(self, own: AttentionKind) -> None:
+        super().__init__(own.options, own.head_dim)
+        self.name = own.name  # type: ignore[misc]  # by which the layer finds the parameters of its kind
+        self.facts = own.facts
+        self.attentions = own.attentions
+        self.own = own
+
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Pairs of the own kind."""
+        return self.own.pairs(model, lengths)
+
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Operations of the own kind."""
+        return self.own.flops(model, lengths)
+
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
+        """Memory of the own kind."""
+        return self.own.token_bytes(model, batch)
 
 
 def full_pairs(lengths: Sequence[int]) -> float:

@@ -10,7 +10,6 @@ from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     KindFacts,
     LayerInput,
     MicroBatch,
@@ -77,35 +76,25 @@ class MobaKind(AttentionKind):
         rotated = layer.rotate(layer.q_THd), layer.rotate(k_TKd)
         return layer.engine(*rotated, layer.v_TKd, self.attentions[0], layer.layout, *layer.sink)[0], None
 
-    def costs(self, model: ModelConfig) -> "MobaCosts":
-        """Costs of attention to the selected blocks, and of the gate."""
-        return MobaCosts(self, model)
-
-
-class MobaCosts(KindCosts):
-    """Costs of a layer with MoBA."""
-
-    kind: MobaKind
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Own blocks up to the query, and at most topk - 1 complete blocks before."""
-        options = self.kind.moba_options
+        options = self.moba_options
         return sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Attention to the selected blocks, and the gate."""
-        return super().flops(lengths) + gate_flops(self.model, lengths, self.kind.moba_options.block_size)
+        return super().flops(model, lengths) + gate_flops(model, lengths, self.moba_options.block_size)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved are the selected block ids and their inverse lists, int32 each; none if every block is selected. With
         key_conv and without activation checkpointing, in 16 bits: the keys before it, those of the tokens before, and
         their sum."""
-        options, model = self.kind.moba_options, self.model
+        options = self.moba_options
         saved = 2 * model.kv_heads * model.head_width * (options.key_conv + 1) if options.key_conv else 0
         if batch.seq_len > options.topk * options.block_size:
             # Ids and slots are int32, one of each for every query head and block.
             saved += 2 * 4 * model.heads * options.history_blocks
-        return super().token_bytes(batch)._replace(saved=saved)
+        return super().token_bytes(model, batch)._replace(saved=saved)
 
 
 def gate_flops(model: ModelConfig, lengths: Sequence[int], block_size: int) -> float:

@@ -21,7 +21,6 @@ from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     KindFacts,
     LayerInput,
     MicroBatch,
@@ -33,6 +32,7 @@ from moba_train.attention.observer import AttentionCall, statistics_observer
 from moba_train.attention.shard import Shard, attends_to_all, own_rows, padded
 from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.base import Length, Section
+from moba_train.config.model import ModelConfig
 
 Features = tuple[Tensor, Tensor]
 """Features of queries and features of keys, which the gate compares; differentiable in the gate's parameters."""
@@ -212,37 +212,31 @@ class DistilledGate(AttentionKind):
         kl_n = self.divergence(features, shard, q_nHd.detach(), k_TKd.detach(), *teacher)
         return padded(out_nHd, len(layer.x_TD)), padded(kl_n * self.gate_options.kl_weight, len(layer.x_TD))
 
-
-class GateCosts(KindCosts):
-    """Costs of a layer with a distilled gate; a kind gives the gate's operations."""
-
-    kind: DistilledGate
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of full attention in the warm-up; else own blocks up to the query, and at most topk - 1 complete blocks
         before."""
-        options = self.kind.gate_options
+        options = self.gate_options
         if options.mode == "warmup":
             return full_pairs(lengths)
         return sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Attention, the gate, and while it learns what it learns from."""
-        width = self.model.heads * self.model.head_width
-        flops = 12.0 * width * self.pairs(lengths)
-        if self.kind.needs_full and self.kind.gate_options.mode == "sparse":
+        width = model.heads * model.head_width
+        flops = 12.0 * width * self.pairs(model, lengths)
+        if self.needs_full and self.gate_options.mode == "sparse":
             flops += 4.0 * width * full_pairs(lengths)
-        return flops + self.gate_flops(lengths)
+        return flops + self.gate_flops(model, lengths)
 
     @abstractmethod
-    def gate_flops(self, lengths: Sequence[int]) -> float:
+    def gate_flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Operations of the gate and of its divergence."""
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved in mode sparse are selected block ids and their inverse lists, int32 each, and gathered are keys and
         values; full attention in the warm-up is an engine call."""
-        workspace = super().token_bytes(batch).workspace if self.kind.needs_full else 0
-        options, model = self.kind.gate_options, self.model
+        workspace = super().token_bytes(model, batch).workspace if self.needs_full else 0
+        options = self.gate_options
         if options.mode == "warmup":
             return TokenBytes(workspace=workspace)
         saved = 2 * 4 * model.heads * min(options.history_blocks, -(-batch.seq_len // options.block_size))

@@ -21,7 +21,7 @@ from moba_train.attention.shard import Shard, own_rows
 from moba_train.config.base import Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.gates import seer_operators as operators
-from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateCosts, GateOptions
+from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions
 
 
 class SeerGate(nn.Module):
@@ -120,19 +120,10 @@ class SeerKind(DistilledGate):
         kl_n, _ = operators.distill(*features, own_map, *edges, *where, len(q_nHd), block_size, every)
         return kl_n
 
-    def costs(self, model: ModelConfig) -> "SeerCosts":
-        """Costs of attention and the gate."""
-        return SeerCosts(self, model)
-
-
-class SeerCosts(GateCosts):
-    """Costs of a layer with SeerAttention."""
-
-    kind: SeerKind
-
-    def gate_flops(self, lengths: Sequence[int]) -> float:
+    def gate_flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Matrices and scores of blocks, and one more product of q and k if there is a map to learn."""
-        options, model, learns = self.kind.seer_options, self.model, self.kind.facts.learns
+        options = self.seer_options
+        learns = self.facts.learns
         width = options.gate_dim or model.head_width
         blocks = [-(-length // options.block_size) for length in lengths]
         matrices = (model.heads + 3 * model.kv_heads) * model.head_width * width
@@ -146,14 +137,12 @@ class SeerCosts(GateCosts):
         learned = scores * (2 if options.mode == "sparse" else 3)
         return gate + 2.0 * (learned + model.heads * model.head_width * full_pairs(lengths)) / options.kl_every
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Selected blocks, and while the gate learns its target: float32, blocks by blocks for each head."""
-        found = super().token_bytes(batch)
-        options = self.kind.gate_options
-        target = (
-            4 * self.model.heads * -(-batch.seq_len // options.block_size) // (options.block_size * options.kl_every)
-        )
-        return found._replace(saved=found.saved + target) if self.kind.facts.learns else found
+        found = super().token_bytes(model, batch)
+        options = self.gate_options
+        target = 4 * model.heads * -(-batch.seq_len // options.block_size) // (options.block_size * options.kl_every)
+        return found._replace(saved=found.saved + target) if self.facts.learns else found
 
 
 _OWN_DECODE_PROBLEM = (

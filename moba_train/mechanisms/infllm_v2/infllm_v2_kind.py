@@ -31,7 +31,7 @@ from moba_train.attention.kernels.common.selection import (
     selection_statistics,
 )
 from moba_train.attention.kernels.table import triton_problem
-from moba_train.attention.kind import AttentionKind, KindCosts, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.kind import AttentionKind, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.moba.moba_local import pick_selector
@@ -268,6 +268,7 @@ class InfLLMV2Kind(AttentionKind):
     name = "infllm_v2"
     statistics = SOFTMAX | SELECTION
     Options = InfLLMV2Attention.Options
+    options: InfLLMV2Attention.Options
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
@@ -284,17 +285,9 @@ class InfLLMV2Kind(AttentionKind):
         reason = triton_problem(context.device, context.model.head_width, options.block_size, remote)
         yield from refused_triton(context, options.backend, reason)
 
-    def costs(self, model: ModelConfig) -> "InfLLMV2Costs":
-        """Costs of attention to the selected blocks, and of the scores."""
-        return InfLLMV2Costs(self, model)
-
-
-class InfLLMV2Costs(KindCosts):
-    """Costs of a layer with InfLLM-V2."""
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """All keys before queries at the first dense_len positions; else topk blocks, as MoBA counts them."""
-        options = self._options
+        options = self.options
         pairs = 0.0
         for length in lengths:
             dense = min(length, options.dense_len)
@@ -302,22 +295,17 @@ class InfLLMV2Costs(KindCosts):
             pairs += dense**2 / 2 + next(sparse) - next(sparse)
         return pairs
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Attention to the selected blocks, and the scores: 2 H d for every window before a query, forward only, in
         documents that are long enough to leave blocks out (Zhao et al. 2025, arXiv:2509.24663)."""
-        options = self._options
+        options = self.options
         windows = sum(length**2 / 2 / options.stride for length in lengths if length > options.full_up_to)
-        return super().flops(lengths) + 2 * self.model.heads * self.model.head_width * windows
+        return super().flops(model, lengths) + 2 * model.heads * model.head_width * windows
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved are the selected block ids of each key/value head and two numbers for the local ones, int32; none if
         every block is selected."""
-        options = self._options
+        options = self.options
         selects = batch.seq_len > options.full_up_to
-        saved = 4 * (self.model.kv_heads * (options.topk - options.local_blocks) + 2) if selects else 0
-        return super().token_bytes(batch)._replace(saved=saved)
-
-    @property
-    def _options(self) -> InfLLMV2Attention.Options:
-        assert isinstance(self.kind.options, InfLLMV2Attention.Options)
-        return self.kind.options
+        saved = 4 * (model.kv_heads * (options.topk - options.local_blocks) + 2) if selects else 0
+        return super().token_bytes(model, batch)._replace(saved=saved)

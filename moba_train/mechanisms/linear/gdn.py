@@ -12,7 +12,7 @@ share a head of queries and keys.
 Shape suffixes: T rows, n rows without padding, D hidden size, H query heads, K key/value heads, d head width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moba_train.attention.kind import LayerInput, StageContext
+from moba_train.attention.kind import LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.config.base import Section
 from moba_train.config.mesh import allowed_divisors
 from moba_train.config.model import LARGEST_WIDTH, MOST_HEADS, ModelConfig
 from moba_train.mechanisms.linear.convolution import ShortConvolution
 from moba_train.mechanisms.linear.delta import DeltaInputs
 from moba_train.mechanisms.linear.heads import heads_of_rank, sum_over_heads
-from moba_train.mechanisms.linear.kda import DeltaParameters, KdaCosts, KdaKind
+from moba_train.mechanisms.linear.kda import DeltaParameters, KdaKind
 
 
 class GdnParameters(DeltaParameters):
@@ -161,6 +161,13 @@ class GdnKind(KdaKind):
         out_THd, auxiliary_T = super().mix(parts.projected(here), parts.delta)
         return sum_over_heads(parts.o_proj(out_THd.flatten(1)), layer.x_TD), auxiliary_T
 
-    def costs(self, model: ModelConfig) -> KdaCosts:
-        """Costs of the delta rule and what is around it."""
-        return super().costs(model if self._heads is None else self._heads.shape(model))
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Operations of the delta rule and what is around it, of the heads that the kind has."""
+        return super().flops(self._shape(model), lengths)
+
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
+        """Memory of the delta rule, of the heads that the kind has."""
+        return super().token_bytes(self._shape(model), batch)
+
+    def _shape(self, model: ModelConfig) -> ModelConfig:
+        return model if self._heads is None else self._heads.shape(model)

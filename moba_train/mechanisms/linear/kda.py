@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     LayerInput,
     MicroBatch,
     StageContext,
@@ -293,31 +292,21 @@ class KdaKind(AttentionKind):
             )
         return True
 
-    def costs(self, model: ModelConfig) -> "KdaCosts":
-        """Costs of the delta rule and what is around it."""
-        return KdaCosts(self, model)
-
-
-class KdaCosts(KindCosts):
-    """Costs of a layer with Kimi Delta Attention."""
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of full attention: a state holds something of all earlier tokens."""
         return full_pairs(lengths)
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The recurrence: for each token and head 2 d^2 each to read what the key holds, to add to the state and to
         read it for the query, three passes' worth; and 6 for each weight of matrices and convolutions."""
-        model = self.model
-        weights = parameter_count(self.kind, model, least_dimensions=2)
+        weights = parameter_count(self, model, least_dimensions=2)
         return (18.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved with fla's kernels are the convolutions' inputs and sums, convolved queries and keys, these normed,
         keys and values repeated for each query head, decays, two products in chunks of 64 tokens, and the result before
         norm and gate. A rank that shares its sequence with no other keeps nothing if it has more rows than `most_rows`.
         No more than a few states are gathered."""
-        model = self.model
         if batch.cp == 1 and batch.tokens > most_rows(model.heads * model.head_width // batch.tp):
             return TokenBytes(gathered=0)
         elements = model.head_width * (8 * model.heads + 5 * model.kv_heads) + 2 * 64 * model.heads

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     LayerInput,
     MicroBatch,
     StageContext,
@@ -158,25 +157,16 @@ class LightningKind(AttentionKind):
             )
         return not refused and not torch.are_deterministic_algorithms_enabled()
 
-    def costs(self, model: ModelConfig) -> "LightningCosts":
-        """Costs of the recurrence, norm and gate."""
-        return LightningCosts(self, model)
-
-
-class LightningCosts(KindCosts):
-    """Costs of a layer with lightning attention."""
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of full attention: the sum is over all earlier tokens, though their weights shrink."""
         return full_pairs(lengths)
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The recurrence, which no chunked form can do with less: for each token and head 2 d^2 to add to the state and
         2 d^2 to read it, three passes' worth; and the gate's matrix."""
-        model = self.model
-        weights = parameter_count(self.kind, model, least_dimensions=2)
+        weights = parameter_count(self, model, least_dimensions=2)
         return (12.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """The result of the linear attention, before norm and gate. No more than a few states are gathered."""
-        return TokenBytes(activations=batch.width * self.model.heads * self.model.head_width, gathered=0)
+        return TokenBytes(activations=batch.width * model.heads * model.head_width, gathered=0)

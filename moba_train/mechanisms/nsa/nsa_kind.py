@@ -19,7 +19,7 @@ from moba_train.attention.block_sparse import GivenBlocks, refused_triton, too_l
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import triton_problem
-from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.kind import AttentionKind, LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import layout_arguments
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import statistics_observer
@@ -234,41 +234,31 @@ class NsaKind(AttentionKind):
             SequenceKeysAndValues(gather("window k", layer.rotate(k_LKd)), gather("window v", v_LKd)),
         )
 
-    def costs(self, model: ModelConfig) -> "NsaCosts":
-        """Costs of three branches, compression and gates."""
-        return NsaCosts(self, model)
-
-
-class NsaCosts(KindCosts):
-    """Costs of a layer with Native Sparse Attention."""
-
-    kind: NsaKind
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of all three branches: of tokens, and of tokens with compressed blocks."""
         options = self._options
         selected = sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
         window = sum(window_pairs(length, options.window) for length in lengths)
         return self._compressed_pairs(lengths) + selected + window
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The pairs of the three branches; the compressed scores once more, forward, for the selection; compression,
         gates and the branches' own projections, each forward and backward."""
-        options, model = self._options, self.model
+        options = self._options
         width = model.head_width
-        products = 12.0 * self.pairs(lengths) + 2.0 * self._compressed_pairs(lengths)
-        compressed = 2 * model.kv_heads * sum(self.kind.blocks.count(length) for length in lengths)
+        products = 12.0 * self.pairs(model, lengths) + 2.0 * self._compressed_pairs(lengths)
+        compressed = 2 * model.kv_heads * sum(self.blocks.count(length) for length in lengths)
         mlp = (options.compressed_block + 1) * width * _hidden(options, model)
         projections = 3 * model.heads + options.separate_kv * 4 * model.kv_heads * width
         matrices = mlp * compressed + model.hidden_size * projections * sum(lengths)
         return model.heads * width * products + 6.0 * matrices
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved are the outputs of three branches, two more LSEs, gates, selected blocks and their inverse lists, keys
         and values of the branches, compressed keys and values, the rotation of the former and their first tokens;
         16-bit elements, 64-bit tokens. Activations are the compressed keys and values of other ranks' shares. Keys and
         values of the three branches are gathered, or shared ones and the keys before they are rotated."""
-        options, model = self._options, self.model
+        options = self._options
         kv = model.kv_heads * model.head_width
         branches = 3 * 2 * model.heads * model.head_width + 2 * 4 * model.heads + 3 * 2 * model.heads
         selected = 2 * 4 * model.heads * min(options.history_blocks, batch.seq_len // options.block_size + 1)
@@ -277,16 +267,11 @@ class NsaCosts(KindCosts):
         shares = 2 * batch.width * (batch.cp - 1) * kv // options.stride
         gathered = (6 if options.separate_kv else 3) * batch.width * kv
         return TokenBytes(
-            branches + selected + own + compressed, shares, gathered, super().token_bytes(batch).workspace
+            branches + selected + own + compressed, shares, gathered, super().token_bytes(model, batch).workspace
         )
 
     def _compressed_pairs(self, lengths: Sequence[int]) -> int:
-        return sum(compressed_pairs(length, self.kind.blocks) for length in lengths)
-
-    @property
-    def _options(self) -> NsaOptions:
-        assert isinstance(self.kind.options, NsaOptions)
-        return self.kind.options
+        return sum(compressed_pairs(length, self.blocks) for length in lengths)
 
 
 def _compressed(shard: Shard, compression: Compression, x_TKd: Tensor, first_N: Tensor) -> Tensor:
