@@ -259,7 +259,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("registry", "name", "said"),
     [
         (ATTENTION_KINDS, "crashes", r"attention kind 'crashes': broken\.crash:Kind cannot be imported: .*'broken'"),
-        (ATTENTION_KINDS, "empty", r"broken:Other of the package 'broken' is none: it lacks Options, mix, costs"),
+        (ATTENTION_KINDS, "empty", r"broken:Other of the package 'broken' is none: it lacks Options, mix, pairs"),
         (ATTENTION_KINDS, "moba", r"moba_kind:MobaKind and broken:Other have one name; allowed: .*'broken'"),
         (OPTIMIZERS, "empty", r"it lacks Options, build, state_bytes"),
         (TRANSPORTS, "empty", r"it lacks make, cost, check_sizes"),

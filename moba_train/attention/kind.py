@@ -10,7 +10,7 @@ Shape suffixes: T packed tokens of this rank, D hidden size, H query heads, K ke
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ class KindFacts(NamedTuple):
 
 
 class AttentionKind(ABC):
-    """One kind of attention with the options of one layer.
+    """One kind of attention with the options of one layer, which are of its own class `Options`.
 
     The defaults below are for a parameter-free kind that makes one engine call: such a kind gives `name`, `Options`,
     `attentions` and `pairs`. Instances are shared by equal layers and must not change.
@@ -132,25 +132,25 @@ class AttentionKind(ABC):
     attentions: tuple[LocalAttention, ...]
     """The local attentions that `mix` runs through the engine."""
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: Any, head_dim: int) -> None:
         """Raises ValueError, naming the option, for options that contradict each other."""
         self.options = options
         self.head_dim = head_dim
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: Any, context: StageContext) -> Iterator[str]:
         """Reasons why the kind cannot run in a stage. Each begins with the option: `topk: given 1 in layer 3, ...`."""
         return iter(())
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:
+    def parameters(cls, options: Any, model: ModelConfig, layer: int) -> nn.Module | None:
         """The layer's own parameters, a new module made on torch's current device, or None. It lives in the layer under
         the kind's name if any stage uses it, and trains in those stages only. `parallel.tp` is refused unless the
         module's `tensor_style`, a `ParallelStyle` of torch, divides it by heads."""
         return None
 
     @classmethod
-    def projects(cls, options: Section) -> bool:
+    def projects(cls, options: Any) -> bool:
         """True if the kind's parameters project the layer's input and its output, which then is [T, D]: it is a kind
         for bare layers (`ModelConfig.bare_layers`), and alone there, also where others get full attention."""
         return False

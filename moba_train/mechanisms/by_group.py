@@ -223,10 +223,10 @@ class ByGroupKind(AttentionKind):
                 return options
             return options.model_copy(update={"mode": self.mode})
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    options: Options
+
+    def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, ByGroupKind.Options)
-        self.by_group = options
         self.attentions = ()
         # Full attention is there in any case: how many groups the layer has is not known here.
         self._named = {part.kind: part.groups for part in options.parts}
@@ -243,9 +243,8 @@ class ByGroupKind(AttentionKind):
         )
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: Options, context: StageContext) -> Iterator[str]:
         """Groups that the model does not have, tensor parallelism, and the problems of each part."""
-        assert isinstance(options, ByGroupKind.Options)
         most = context.model.kv_heads
         if missing := [group for part in options.parts for group in part.groups if not 0 <= group < most]:
             yield f"parts: given group {missing[0]} {context.layers}; allowed: 0 to {most - 1}, the key/value heads"
@@ -258,9 +257,8 @@ class ByGroupKind(AttentionKind):
                 yield f"parts ({part.kind}): {problem}"
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:
+    def parameters(cls, options: Options, model: ModelConfig, layer: int) -> nn.Module | None:
         """Those of the parts, by the names of their kinds."""
-        assert isinstance(options, ByGroupKind.Options)
         found = {
             part.kind: ATTENTION_KINDS[part.kind].parameters(part.options, _part_model(model, part), layer)
             for part in options.complete(model.kv_heads)
@@ -338,7 +336,7 @@ class ByGroupKind(AttentionKind):
 
     def kinds_of(self, model: ModelConfig) -> list[tuple[ModelConfig, AttentionKind]]:
         """The shape of each part's smaller layer, and its kind."""
-        parts = self.by_group.complete(model.kv_heads)
+        parts = self.options.complete(model.kv_heads)
         return [(_part_model(model, part), self._kinds[part.kind]) for part in parts]
 
 

@@ -186,8 +186,8 @@ class Distillation(Objective):
     def _full_step(self, kind: AttentionKind) -> AttentionKind:
         """The teacher's attention; a gate with a warm-up learns from it."""
         if isinstance(kind, DistilledGate):
-            return type(kind)(kind.gate_options.model_copy(update={"mode": "warmup"}), kind.head_dim)
-        if isinstance(kind, ByGroupKind) and (warm := kind.by_group.warming_up()):
+            return type(kind)(kind.options.model_copy(update={"mode": "warmup"}), kind.head_dim)
+        if isinstance(kind, ByGroupKind) and (warm := kind.options.warming_up()):
             return ByGroupKind(warm, kind.head_dim)
         return self._teacher(kind)
 

@@ -171,9 +171,8 @@ class InfLLMKind(AttentionKind):
     Options = InfLLMOptions
     statistics = SOFTMAX | SELECTION | {"memory_mass": "probability of the keys before the window, where there are any"}
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: InfLLMOptions, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, InfLLMOptions)
         if options.representatives > options.block_size:
             raise ValueError(_too_many_representatives(options))
         self.sizes = MemorySizes(
@@ -187,9 +186,8 @@ class InfLLMKind(AttentionKind):
         self.attentions = ()
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: InfLLMOptions, context: StageContext) -> Iterator[str]:
         """Training, tensor parallelism, and more representatives than a block has tokens."""
-        assert isinstance(options, InfLLMOptions)
         if context.training:
             yield (
                 f"kind: given 'infllm' {context.layers}, which has no gradient and cannot be trained with; train with "

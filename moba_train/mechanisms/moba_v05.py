@@ -65,7 +65,7 @@ class CrossAttention(nn.Module):
 class OwnSegment(MobaAttention):
     """Causal attention inside the query's own segment, also for new tokens."""
 
-    def __init__(self, options: Section, head_dim: int, *, section: str) -> None:
+    def __init__(self, options: MobaAttention.Options, head_dim: int, *, section: str) -> None:
         super().__init__(options, head_dim, section=section)
         self.facts = self.facts._replace(decodes_full=False)
 
@@ -107,9 +107,8 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
 
     options: Options
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, MobaV05Kind.Options)
         segment = {"block_size": options.block_size, "backend": options.backend}
         section = f"attention.{self.name}"
         self.own = OwnSegment(MobaAttention.Options(**segment, topk=1), head_dim, section=section)
@@ -119,9 +118,8 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
         self.attentions = (self.own, self.earlier)
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: Options, context: StageContext) -> Iterator[str]:
         """A segment longer than the sequence."""
-        assert isinstance(options, MobaV05Kind.Options)
         yield from too_long(context, options, "block_size")
 
     @classmethod

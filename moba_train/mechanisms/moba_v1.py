@@ -250,7 +250,9 @@ class SummedMoba(MobaAttention, OffersUnits):
     carry no gradient. Without `own`, queries do not attend to their own block.
     """
 
-    def __init__(self, options: Section, head_dim: int, *, section: str, gated: bool = False, own: bool = True) -> None:
+    def __init__(
+        self, options: MobaAttention.Options, head_dim: int, *, section: str, gated: bool = False, own: bool = True
+    ) -> None:
         """Raises ValueError for a backend that has no kernels for sums. `section`: YAML path of the options."""
         super().__init__(options, head_dim, section=section)
         if self.options.backend == "triton":
@@ -333,6 +335,8 @@ class MobaV1Kind(MobaKind):
             "mean of the others, weighted by the softmax of their gates; softmax: one softmax over all keys, as moba",
         )
 
+    options: Options
+
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
         """Problems of MoBA, and Triton kernels for sums, which do not exist."""
@@ -342,17 +346,15 @@ class MobaV1Kind(MobaKind):
             options = options.model_copy(update={"backend": "auto"})
         yield from super().problems(options, context)
 
-    def _attention(self, options: MobaAttention.Options) -> MobaAttention:
-        assert isinstance(options, MobaV1Kind.Options)
-        if options.merge == "softmax":
-            return super()._attention(options)
-        section = f"attention.{self.name}"
-        return SummedMoba(options, self.head_dim, section=section, gated=options.merge == "gate")
+    def _attention(self) -> MobaAttention:
+        merge = self.options.merge
+        if merge == "softmax":
+            return super()._attention()
+        return SummedMoba(self.options, self.head_dim, section=f"attention.{self.name}", gated=merge == "gate")
 
     def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved are the selected block ids and their inverse lists, int32 each, and the weights by gates, float32."""
         options = self.options
-        assert isinstance(options, MobaV1Kind.Options)
         if options.merge != "softmax":  # short sequences also select
             batch = batch._replace(seq_len=max(batch.seq_len, options.topk * options.block_size + 1))
         found = super().token_bytes(model, batch)

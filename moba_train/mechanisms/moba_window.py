@@ -111,9 +111,8 @@ class MobaWindowAttention(MobaAttention, OffersUnits):
 
     blocks: BlocksAndWindow
 
-    def __init__(self, options: Section, head_dim: int, *, section: str) -> None:
+    def __init__(self, options: Options, head_dim: int, *, section: str) -> None:
         super().__init__(options, head_dim, section=section)
-        assert isinstance(options, MobaWindowAttention.Options)
         if problems := [*options.contradictions()]:
             raise ValueError("; ".join(problems))
         self.local_blocks = 1 + options.window // options.block_size
@@ -151,6 +150,7 @@ class MobaWindowKind(MobaKind):
 
     name = "moba_window"
     Options = MobaWindowAttention.Options
+    options: MobaWindowAttention.Options
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
@@ -160,20 +160,15 @@ class MobaWindowKind(MobaKind):
             yield f"{problem} ({context.layers})"
         yield from super().problems(options, context)
 
-    def _attention(self, options: MobaAttention.Options) -> MobaWindowAttention:
-        return MobaWindowAttention(options, self.head_dim, section=f"attention.{self.name}")
-
-    @property
-    def _window(self) -> int:
-        assert isinstance(self.options, MobaWindowAttention.Options)
-        return self.options.window
+    def _attention(self) -> MobaWindowAttention:
+        return MobaWindowAttention(self.options, self.head_dim, section=f"attention.{self.name}")
 
     def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """MoBA's, with the window's blocks among those of every query."""
-        options = self.moba_options
-        blocks = options.topk + self._window // options.block_size
+        options = self.options
+        blocks = options.topk + options.window // options.block_size
         return sum(attended_pairs(length, options.block_size, blocks) for length in lengths)
 
     def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """MoBA's: ids of the window's blocks are not kept."""
-        return super().token_bytes(model, batch._replace(seq_len=batch.seq_len - self._window))
+        return super().token_bytes(model, batch._replace(seq_len=batch.seq_len - self.options.window))

@@ -54,8 +54,7 @@ class IdealAttention(LocalAttention):
             ("current",), description="blocks that are selected whatever their probability; they count towards topk"
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
-        assert isinstance(options, IdealAttention.Options)
+    def __init__(self, options: Options, head_dim: int) -> None:
         self.options = options
         self.full = FullAttention(FullAttention.Options(), head_dim)
         # Kernels of short blocks take any sizes that those of MoBA do not.
@@ -110,16 +109,15 @@ class OracleKind(AttentionKind):
     name = "oracle"
     Options = IdealAttention.Options
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: IdealAttention.Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
         self.ideal = IdealAttention(options, head_dim)
         self.full = FullAttention(FullAttention.Options(), head_dim)
         self.attentions = ()
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: IdealAttention.Options, context: StageContext) -> Iterator[str]:
         """More forced blocks than are attended to, and a block longer than the sequence."""
-        assert isinstance(options, IdealAttention.Options)
         forced = {"current", *options.always}
         if len(forced) > options.topk:
             yield f"topk: given {options.topk} {context.layers}; allowed: at least the {len(forced)} blocks of always"

@@ -286,9 +286,8 @@ class WindowKind(AttentionKind):
             "cannot run; reference: plain PyTorch",
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, WindowKind.Options)
         self.window = options.window
         self.sinks = options.sinks
         self.attentions = (WindowAttention(options.window, head_dim, options.backend, options.sinks),)

@@ -230,7 +230,7 @@ def test_a_gate_learns_in_a_step_with_full_attention() -> None:
     layers = [LayerAttention("msa", options), LayerAttention("by_group", some)]
     warm, warm_groups = map(objective._full_step, build_attention(layers, 4))
     assert isinstance(warm, MsaKind)
-    assert warm.gate_options.mode == "warmup"
+    assert warm.options.mode == "warmup"
     assert isinstance(warm_groups, ByGroupKind)
     assert warm.facts.learns
     assert [*warm_groups._kinds] == ["msa", "full"]

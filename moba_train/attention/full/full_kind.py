@@ -43,8 +43,7 @@ class FullAttention(LocalAttention, Decodes):
             "PyTorch; auto: the fastest that can do it",
         )
 
-    def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
-        assert isinstance(options, FullAttention.Options)
+    def __init__(self, options: Options, head_dim: int, softmax_scale: float | None = None) -> None:
         self.options = options
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         self.by_block = BlockAttention(_BLOCK, self.scale, "auto", "attention.full.backend")
@@ -139,14 +138,13 @@ class FullKind(AttentionKind):
     Options = FullAttention.Options
     facts = KindFacts(takes_sink=True)
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: FullAttention.Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
         self.attentions = (FullAttention(options, head_dim),)
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: FullAttention.Options, context: StageContext) -> Iterator[str]:
         """A backend that is not reproducible in a deterministic run, or not for the run's device."""
-        assert isinstance(options, FullAttention.Options)
         if context.deterministic and options.backend == "cudnn":
             yield (
                 f"backend: given 'cudnn' {context.layers}, whose backward pass is not reproducible, with "

@@ -93,10 +93,9 @@ class MobaAttention(DenseOrSparse, Gated):
     """Number of blocks, up to its own, that each query attends to in any case: the gate selects among those before."""
 
     def __init__(
-        self, options: Section, head_dim: int, softmax_scale: float | None = None, *, section: str = "attention.moba"
+        self, options: Options, head_dim: int, softmax_scale: float | None = None, *, section: str = "attention.moba"
     ) -> None:
         """`section`: YAML path of the options, for messages."""
-        assert isinstance(options, MobaAttention.Options)
         forced = {"current", *options.always}
         if len(forced) > options.topk:
             raise ValueError(f"always: {options.always} forces {len(forced)} blocks, topk is {options.topk}")

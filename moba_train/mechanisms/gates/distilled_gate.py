@@ -82,12 +82,11 @@ class DistilledGate(AttentionKind):
     """Base class: a kind gives its options, its parameters, its gate's features, their choice and their divergence."""
 
     Options = GateOptions
+    options: GateOptions
     statistics = SOFTMAX | SELECTION
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: GateOptions, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, GateOptions)
-        self.gate_options = options
         self.full = FullAttention(FullAttention.Options(), head_dim)
         key = f"attention.{self.name}.backend"
         first, local = options.forced
@@ -101,7 +100,7 @@ class DistilledGate(AttentionKind):
     @property
     def needs_full(self) -> bool:
         """True if the layer computes full attention."""
-        return self.gate_options.mode == "warmup"
+        return self.options.mode == "warmup"
 
     @classmethod
     def attends_by(cls, options: GateOptions, head_dim: int) -> type[GivenBlocks]:
@@ -120,9 +119,8 @@ class DistilledGate(AttentionKind):
         return 1
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: GateOptions, context: StageContext) -> Iterator[str]:
         """A block longer than the sequence, a divergence of no query, and a backend that cannot run."""
-        assert isinstance(options, GateOptions)
         yield from too_long(context, options, "block_size")
         most = 2 * -(-context.seq_len // cls.sampled_at_once(options)) - 1  # the first that counts is the middle one
         if options.kl_every > most and (options.mode == "warmup" or options.train_gate):
@@ -164,7 +162,7 @@ class DistilledGate(AttentionKind):
         learns."""
         assert parameters is not None
         rotated = layer._replace(q_THd=layer.rotate(layer.q_THd), k_TKd=layer.rotate(layer.k_TKd))
-        if self.gate_options.mode == "warmup":
+        if self.options.mode == "warmup":
             return self._warm_up(layer, rotated, parameters)
         return self._sparse(layer, rotated, parameters)
 
@@ -189,7 +187,7 @@ class DistilledGate(AttentionKind):
             return out_LHd, None
         lse_Hn = lse_HL[:, : len(q_nHd)]
         kl_n = self.divergence(features, shard, q_nHd, k_TKd, lse_Hn, None)
-        return out_LHd, padded(kl_n * self.gate_options.kl_weight, len(layer.x_TD))
+        return out_LHd, padded(kl_n * self.options.kl_weight, len(layer.x_TD))
 
     def _sparse(self, layer: LayerInput, rotated: LayerInput, parameters: nn.Module) -> tuple[Tensor, Tensor | None]:
         shard = layer.engine.shard(layer.layout)
@@ -210,12 +208,12 @@ class DistilledGate(AttentionKind):
                 _, lse_HL = layer.engine(rotated.q_THd, rotated.k_TKd, rotated.v_TKd, self.full, layer.layout)
             teacher = (lse_HL[:, : len(q_nHd)], None)
         kl_n = self.divergence(features, shard, q_nHd.detach(), k_TKd.detach(), *teacher)
-        return padded(out_nHd, len(layer.x_TD)), padded(kl_n * self.gate_options.kl_weight, len(layer.x_TD))
+        return padded(out_nHd, len(layer.x_TD)), padded(kl_n * self.options.kl_weight, len(layer.x_TD))
 
     def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of full attention in the warm-up; else own blocks up to the query, and at most topk - 1 complete blocks
         before."""
-        options = self.gate_options
+        options = self.options
         if options.mode == "warmup":
             return full_pairs(lengths)
         return sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
@@ -224,7 +222,7 @@ class DistilledGate(AttentionKind):
         """Attention, the gate, and while it learns what it learns from."""
         width = model.heads * model.head_width
         flops = 12.0 * width * self.pairs(model, lengths)
-        if self.needs_full and self.gate_options.mode == "sparse":
+        if self.needs_full and self.options.mode == "sparse":
             flops += 4.0 * width * full_pairs(lengths)
         return flops + self.gate_flops(model, lengths)
 
@@ -236,7 +234,7 @@ class DistilledGate(AttentionKind):
         """Saved in mode sparse are selected block ids and their inverse lists, int32 each, and gathered are keys and
         values; full attention in the warm-up is an engine call."""
         workspace = super().token_bytes(model, batch).workspace if self.needs_full else 0
-        options = self.gate_options
+        options = self.options
         if options.mode == "warmup":
             return TokenBytes(workspace=workspace)
         saved = 2 * 4 * model.heads * min(options.history_blocks, -(-batch.seq_len // options.block_size))

@@ -67,6 +67,7 @@ class MsaKind(DistilledGate):
     """The query heads of a group attend to the blocks whose best tokens an index branch scores highest."""
 
     name = "msa"
+    options: IndexOptions
     pooled = False
     """True if a block's score is that of its mean index key, of which each group has its own."""
 
@@ -82,8 +83,7 @@ class MsaKind(DistilledGate):
         )
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
-        assert isinstance(options, IndexOptions)
+    def parameters(cls, options: IndexOptions, model: ModelConfig, layer: int) -> nn.Module:
         # As in MiniMax-M3: normalised where the model normalises q and k.
         width = options.index_dim or model.head_width
         return IndexBranch(model, width, cls.key_heads(options, model), bool(model.qk_norm))
@@ -125,7 +125,7 @@ class MsaKind(DistilledGate):
 
     def select_by_group(self, features: Features, where: LayoutArguments, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
         """int32 [K, n, C]: the selected history blocks of each group."""
-        options = self.gate_options
+        options = self.options
         sizes = options.block_size, options.history_blocks, self.pooled, options.backend == "reference"
         return torch.cat([operators.select(*part, None, *where, *sizes) for part in self._compared(features)])
 
@@ -149,7 +149,7 @@ class MsaKind(DistilledGate):
         """The mean over groups."""
         selected_KnC = None if selected_HnC is None else selected_HnC[:: len(selected_HnC) // k_TKd.shape[1]]
         where = layout_arguments(shard.layout)
-        options = self.gate_options
+        options = self.options
         sizes = options.block_size, self.full.scale, self.pooled, options.backend == "reference", options.kl_every
         parts = self._compared(features)
         count = len(parts)
@@ -181,7 +181,7 @@ class MsaKind(DistilledGate):
     def gate_flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that
         are attended to."""
-        options = self.gate_options
+        options = self.options
         width = self._index_width(model)
         queries = model.kv_heads * self.index_heads
         matrices = model.hidden_size * (queries + self.key_heads(self.options, model)) * width
@@ -198,9 +198,7 @@ class MsaKind(DistilledGate):
 
     def scored(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of an index query and what it is compared with: every token before, or every block."""
-        return full_pairs(lengths) / (self.gate_options.block_size if self.pooled else 1)
+        return full_pairs(lengths) / (self.options.block_size if self.pooled else 1)
 
     def _index_width(self, model: ModelConfig) -> int:
-        options = self.gate_options
-        assert isinstance(options, IndexOptions)
-        return options.index_dim or model.head_width
+        return self.options.index_dim or model.head_width

@@ -182,8 +182,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
 
     blocks: SharedBlocks
 
-    def __init__(self, options: Section, head_dim: int) -> None:
-        assert isinstance(options, InfLLMV2Attention.Options)
+    def __init__(self, options: Options, head_dim: int) -> None:
         if problems := options.contradictions():
             raise ValueError("; ".join(problems))
         self.options = options
@@ -270,14 +269,13 @@ class InfLLMV2Kind(AttentionKind):
     Options = InfLLMV2Attention.Options
     options: InfLLMV2Attention.Options
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: InfLLMV2Attention.Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
         self.attentions = (InfLLMV2Attention(options, head_dim),)
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: InfLLMV2Attention.Options, context: StageContext) -> Iterator[str]:
         """Sizes that do not fit together, a block longer than the sequence, and a backend that cannot run."""
-        assert isinstance(options, InfLLMV2Attention.Options)
         for problem in options.contradictions():
             yield f"{problem} ({context.layers})"
         yield from too_long(context, options, "block_size")

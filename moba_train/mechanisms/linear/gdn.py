@@ -118,15 +118,13 @@ class GdnKind(KdaKind):
             None, description="own heads and projections, in layers of model.bare_layers; null: the layer's"
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, GdnKind.Options)
         self._heads = options.heads
 
     @classmethod
-    def projects(cls, options: Section) -> bool:
+    def projects(cls, options: Options) -> bool:
         """True with heads of its own."""
-        assert isinstance(options, GdnKind.Options)
         return options.heads is not None
 
     @classmethod
@@ -141,9 +139,8 @@ class GdnKind(KdaKind):
         yield from super().problems(options, context)
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+    def parameters(cls, options: Options, model: ModelConfig, layer: int) -> nn.Module:
         """Convolutions, decays, step sizes, output gate and output norm; with heads of its own also projections."""
-        assert isinstance(options, GdnKind.Options)
         heads = options.heads
         return super().parameters(options, model, layer) if heads is None else ProjectedGdn(model, heads)
 

@@ -11,7 +11,7 @@ Shape suffixes: n rows, D hidden size, H query heads, K key/value heads, d head 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -130,16 +130,14 @@ class KdaKind(AttentionKind):
             "GPU; auto: fla on CUDA, torch on a CPU",
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, KdaKind.Options)
         self._backend = options.backend
         self.attentions = ()
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: Options, context: StageContext) -> Iterator[str]:
         """A backend that cannot run."""
-        assert isinstance(options, KdaKind.Options)
         uses_fla = options.backend == "fla" or (options.backend == "auto" and context.device == "cuda")
         reason = fla_problem(context.device, context.deterministic)
         if context.model.head_width > _WIDEST:
@@ -151,7 +149,7 @@ class KdaKind(AttentionKind):
             )
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+    def parameters(cls, options: Any, model: ModelConfig, layer: int) -> nn.Module:
         """Convolutions, decays, step sizes, output gate and output norm."""
         return cls.Parameters(model)
 

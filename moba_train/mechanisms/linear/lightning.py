@@ -99,17 +99,15 @@ class LightningKind(AttentionKind):
             "and the run need not be deterministic",
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, LightningKind.Options)
         self._backend = options.backend
         self._decay = _DECAYS.index(options.decay)
         self.attentions = ()
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: Options, context: StageContext) -> Iterator[str]:
         """A backend that cannot run."""
-        assert isinstance(options, LightningKind.Options)
         reason = fla_problem(context.device, context.deterministic)
         if options.backend == "fla" and reason:
             yield f"backend: given 'fla' {context.layers}, which cannot run: {reason}; set auto or torch"

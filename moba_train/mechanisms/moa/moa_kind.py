@@ -90,8 +90,7 @@ class SpanAttention(LocalAttention, Probed):
             sizes = {"block_size": self.block_size, "sink_tokens": self.sink_tokens, "max_length": self.max_length}
             return tuple(SpanRule.fitted(alpha, beta, **sizes) for alpha, beta in zip(alphas, betas, strict=True))
 
-    def __init__(self, options: Section, head_dim: int) -> None:
-        assert isinstance(options, SpanAttention.Options)
+    def __init__(self, options: Options, head_dim: int) -> None:
         self.options = options
         self.rules = options.rules()
         self.scale = head_dim**-0.5
@@ -299,16 +298,15 @@ class MoaKind(AttentionKind):
         | {"shortest_key_share": "that of the head with the shortest span", "longest_key_share": "with the longest"}
     )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: SpanAttention.Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
         self.spans = SpanAttention(options, head_dim)
         self.attentions = (self.spans,)
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: SpanAttention.Options, context: StageContext) -> Iterator[str]:
         """Spans of another model, documents longer than the spans are for, tensor parallelism, a backend that cannot
         run."""
-        assert isinstance(options, SpanAttention.Options)
         where = context.layers
         heads = context.model.heads
         if options.heads not in (None, heads):

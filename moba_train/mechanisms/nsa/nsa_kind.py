@@ -137,11 +137,11 @@ class NsaKind(AttentionKind):
 
     name = "nsa"
     Options = NsaOptions
+    options: NsaOptions
     statistics = SOFTMAX | SELECTION | {f"gate_{branch}": f"gate of the {branch} branch" for branch in BRANCHES}
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: NsaOptions, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, NsaOptions)
         if problems := list(_contradictions(options, "")):
             raise ValueError("; ".join(problems))
         self.blocks = CompressedBlocks(options.compressed_block, options.stride)
@@ -159,30 +159,23 @@ class NsaKind(AttentionKind):
         self.all_blocks = FullAttention(FullAttention.Options(), head_dim)
         self.attentions = (self.compressed, self.selected, self.window)
 
-    @property
-    def _options(self) -> NsaOptions:
-        assert isinstance(self.options, NsaOptions)
-        return self.options
-
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: NsaOptions, context: StageContext) -> Iterator[str]:
         """Sizes that contradict each other, blocks longer than the sequence, and a backend that cannot run."""
-        assert isinstance(options, NsaOptions)
         yield from _contradictions(options, f" {context.layers}")
         yield from too_long(context, options, "compressed_block", "block_size")
         reason = triton_problem(context.device, context.model.head_width, options.block_size, options.history_blocks)
         yield from refused_triton(context, options.backend, reason)
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+    def parameters(cls, options: NsaOptions, model: ModelConfig, layer: int) -> nn.Module:
         """Gates, compression and, with `separate_kv`, projections."""
-        assert isinstance(options, NsaOptions)
         return NsaParameters(model, options.compressed_block, _hidden(options, model), options.separate_kv)
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """The three branches' outputs, each times its gate."""
         assert isinstance(parameters, NsaParameters)
-        options = self._options
+        options = self.options
         shard = layer.engine.shard(layer.layout)
         q_nHd = own_rows(layer.rotate(layer.q_THd), shard)
         compressed, selected, window = self._keys_and_values(layer, shard, parameters)
@@ -236,7 +229,7 @@ class NsaKind(AttentionKind):
 
     def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of all three branches: of tokens, and of tokens with compressed blocks."""
-        options = self._options
+        options = self.options
         selected = sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
         window = sum(window_pairs(length, options.window) for length in lengths)
         return self._compressed_pairs(lengths) + selected + window
@@ -244,7 +237,7 @@ class NsaKind(AttentionKind):
     def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The pairs of the three branches; the compressed scores once more, forward, for the selection; compression,
         gates and the branches' own projections, each forward and backward."""
-        options = self._options
+        options = self.options
         width = model.head_width
         products = 12.0 * self.pairs(model, lengths) + 2.0 * self._compressed_pairs(lengths)
         compressed = 2 * model.kv_heads * sum(self.blocks.count(length) for length in lengths)
@@ -258,7 +251,7 @@ class NsaKind(AttentionKind):
         and values of the branches, compressed keys and values, the rotation of the former and their first tokens;
         16-bit elements, 64-bit tokens. Activations are the compressed keys and values of other ranks' shares. Keys and
         values of the three branches are gathered, or shared ones and the keys before they are rotated."""
-        options = self._options
+        options = self.options
         kv = model.kv_heads * model.head_width
         branches = 3 * 2 * model.heads * model.head_width + 2 * 4 * model.heads + 3 * 2 * model.heads
         selected = 2 * 4 * model.heads * min(options.history_blocks, batch.seq_len // options.block_size + 1)
