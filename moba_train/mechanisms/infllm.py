@@ -11,12 +11,13 @@ blocks, B tokens of a block, H query heads, K key/value heads, d and D head widt
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from moba_train.attention.block_sparse import BlockOptions
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import block_edges, query_blocks
@@ -35,7 +36,7 @@ from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import StatisticsObserver, statistics_observer
 from moba_train.attention.shard import attends_to_all, own_rows, padded
 from moba_train.attention.statistics import SOFTMAX, Statistics, joined
-from moba_train.config.base import Length, Section
+from moba_train.config.base import Length
 from moba_train.config.model import ModelConfig
 from moba_train.errors import UserError
 from moba_train.mechanisms.window import WindowAttention
@@ -148,7 +149,7 @@ _ROWS_MERGED = 4096
 """Queries whose results are merged at once: in float32, so in several times the memory of 16 bits."""
 
 
-class InfLLMOptions(Section):
+class InfLLMOptions(BlockOptions):
     """Options of `kind: infllm`."""
 
     window: Length = Field(4096, description="tokens before a query, its own included, that it attends to as trained")
@@ -156,12 +157,6 @@ class InfLLMOptions(Section):
     topk: int = Field(16, ge=0, description="blocks with the highest scores that a query attends to before its window")
     first_blocks: int = Field(1, ge=0, description="blocks at a document's start that every query attends to")
     representatives: int = Field(4, ge=1, description="tokens of a block whose keys give its score")
-    backend: Literal["auto", "triton", "composed", "reference"] = Field(
-        "auto",
-        description="of block-sparse attention; triton: kernels for CUDA and 16-bit dtypes; composed: varlen flash "
-        "attention over gathered queries, then a merge; reference: plain PyTorch, any device; auto: triton where it "
-        "can run, else composed where it can run",
-    )
 
 
 class InfLLMKind(AttentionKind):

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.block_sparse import too_long
+from moba_train.attention.block_sparse import BlockOptions, too_long
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kind import (
     AttentionKind,
@@ -85,7 +85,7 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
     name = "moba_v05"
     statistics = SOFTMAX | SELECTION
 
-    class Options(Section):
+    class Options(BlockOptions):
         """Options of `kind: moba_v05`."""
 
         block_size: Length = Field(512, description="tokens of a segment; segments start again with each document")
@@ -99,11 +99,6 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
             description="composed: varlen flash attention over gathered queries; reference: plain PyTorch, any device; "
             "auto: the fastest kernels that can run",
         )
-
-        @property
-        def history_segments(self) -> int:
-            """Segments before its own that a query selects, at most."""
-            return self.topk - 1
 
     options: Options
 
@@ -163,5 +158,5 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
         queries = model.heads * model.head_width
         keys = model.kv_heads * model.head_width
         rows = model.hidden_size + 2 * queries + 2 * keys
-        saved = 2 * rows + 4 * model.heads + 2 * 4 * model.heads * self.options.history_segments
+        saved = 2 * rows + 4 * model.heads + 2 * 4 * model.heads * self.options.history_blocks
         return super().token_bytes(model, batch)._replace(saved=saved)

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.block_sparse import GivenBlocks, refused_triton, too_long
+from moba_train.attention.block_sparse import BlockOptions, GivenBlocks, refused_triton, too_long
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kernels.common.selection import SELECTION
@@ -31,14 +31,14 @@ from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import AttentionCall, statistics_observer
 from moba_train.attention.shard import Shard, attends_to_all, own_rows, padded
 from moba_train.attention.statistics import SOFTMAX
-from moba_train.config.base import Length, Section
+from moba_train.config.base import Length
 from moba_train.config.model import ModelConfig
 
 Features = tuple[Tensor, Tensor]
 """Features of queries and features of keys, which the gate compares; differentiable in the gate's parameters."""
 
 
-class GateOptions(Section):
+class GateOptions(BlockOptions):
     """Options that kinds with a distilled gate share."""
 
     mode: Literal["warmup", "sparse"] = Field(
@@ -60,17 +60,6 @@ class GateOptions(Section):
         description="the divergence of one of each N queries of a document, counted N times, so that its mean is about "
         "that of all; seer: of one of each N blocks of queries; 1: of all",
     )
-    backend: Literal["auto", "triton", "composed", "reference"] = Field(
-        "auto",
-        description="how attention to the selected blocks is computed; triton: kernels for CUDA and 16-bit dtypes; "
-        "composed: varlen flash attention over gathered queries, then a merge; reference: plain PyTorch, any device, "
-        "and for the gate too; auto: triton where it can run, else composed where it can run",
-    )
-
-    @property
-    def history_blocks(self) -> int:
-        """Blocks before its own that a query attends to, at most: the own block is one of `topk`."""
-        return self.topk - 1
 
     @property
     def forced(self) -> tuple[int, int]:

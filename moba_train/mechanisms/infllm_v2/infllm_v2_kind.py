@@ -12,13 +12,12 @@ D head width, C selected blocks.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.block_sparse import DenseOrSparse, listed_blocks, refused_triton, too_long
+from moba_train.attention.block_sparse import BlockOptions, DenseOrSparse, listed_blocks, refused_triton, too_long
 from moba_train.attention.facets import Gate, Gated, SelectedBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
@@ -37,7 +36,7 @@ from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.moba.moba_local import pick_selector
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection, head_parts
 from moba_train.attention.statistics import SOFTMAX, Statistics
-from moba_train.config.base import Length, Section
+from moba_train.config.base import Length
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.infllm_v2.scores import BlockScores, WindowSizes, window_means
 from moba_train.mechanisms.local_blocks import LocalBlocks, with_local_blocks
@@ -131,7 +130,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
     """Each query attends to the first blocks of its document, to the local ones and to those with the highest scores;
     queries near the start of a document attend to everything."""
 
-    class Options(Section):
+    class Options(BlockOptions):
         """Options of `kind: infllm_v2`."""
 
         block_size: Length = Field(64, description="tokens per block; blocks start again with each document")
@@ -147,12 +146,6 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
         dense_len: Length = Field(
             8192,
             description="queries at the first dense_len positions of a document attend to all keys before; 1: none do",
-        )
-        backend: Literal["auto", "triton", "composed", "reference"] = Field(
-            "auto",
-            description="triton: kernels for CUDA and 16-bit dtypes; composed: varlen flash attention over gathered "
-            "queries, then a merge; reference: plain PyTorch, any device; auto: dense attention where no document is "
-            "long enough to leave a block out, else triton where it can run, else composed where it can run",
         )
 
         @property

@@ -7,7 +7,7 @@ query heads, K key/value heads, d head width, C selected blocks of a query, R ra
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.block_sparse import GivenBlocks, refused_triton, too_long
+from moba_train.attention.block_sparse import BlockOptions, GivenBlocks, refused_triton, too_long
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import triton_problem
@@ -25,7 +25,7 @@ from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import statistics_observer
 from moba_train.attention.shard import Shard, attends_to_all, own_rows, padded
 from moba_train.attention.statistics import SOFTMAX, Statistics
-from moba_train.config.base import Length, Section
+from moba_train.config.base import Length
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.nsa import selection as operators
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
@@ -91,7 +91,7 @@ BRANCHES = ("compressed", "selected", "window")
 """Names of the branches, in the order of their gates."""
 
 
-class NsaOptions(Section):
+class NsaOptions(BlockOptions):
     """Options of `kind: nsa`; the defaults are the paper's."""
 
     compressed_block: Length = Field(32, description="tokens of a compressed block")
@@ -114,15 +114,6 @@ class NsaOptions(Section):
         description="the compressed branch and the window have key and value separate projections, as in the "
         "paper; false: all branches share the layer's",
     )
-    backend: Literal["auto", "triton", "composed", "reference"] = Field(
-        "auto",
-        description="kernels of the selected branch, as for moba; reference: plain PyTorch for all branches",
-    )
-
-    @property
-    def history_blocks(self) -> int:
-        """Blocks before its own that a query selects, at most: the own block is one of `topk`."""
-        return self.topk - 1
 
 
 class SequenceKeysAndValues(NamedTuple):
