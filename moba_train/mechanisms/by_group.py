@@ -11,7 +11,7 @@ group, d head width.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -32,7 +32,7 @@ from moba_train.attention.kind import (
 )
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import LocalAttention
-from moba_train.attention.shard import Shard, ShardPlace, attends_to_all, own_rows, padded
+from moba_train.attention.shard import Shard, ShardPlace, States, attends_to_all, own_rows, padded
 from moba_train.config.base import Section
 from moba_train.config.explain import explain
 from moba_train.config.model import ModelConfig
@@ -73,27 +73,18 @@ class Part(Section):
         return {**given, "options": options}
 
 
-class _PartStates(MutableMapping[str, Tensor]):
+class _PartStates(States):
     """A part's states while tokens are generated: those of the layer whose names begin with the part's."""
 
-    def __init__(self, states: MutableMapping[str, Tensor], name: str) -> None:
+    def __init__(self, states: States, name: str) -> None:
         self._states = states
         self._prefix = f"{name}."
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._states[self._prefix + name]
+    def get(self, name: str) -> Tensor | None:
+        return self._states.get(self._prefix + name)
 
     def __setitem__(self, name: str, states_Bx: Tensor) -> None:
         self._states[self._prefix + name] = states_Bx
-
-    def __delitem__(self, name: str) -> None:
-        del self._states[self._prefix + name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._states if name.startswith(self._prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class _PartShard(Shard):
