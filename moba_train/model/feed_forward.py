@@ -149,7 +149,7 @@ def each_kind(model: nn.Module) -> Iterator[tuple[Any, Section, dict[int, Regist
     """For each registered feed-forward of a `Transformer`'s recipe: its `steps`, its section, and its modules here by
     layer, if any; the same on all ranks of a pipeline."""
     found = registered_modules(model)
-    for name, options in cast(ModelConfig, model.config).given_feed_forwards.items():
+    for name, options in cast(ModelConfig, model.config).given_members.items():
         kind = FEED_FORWARDS[name]
         yield kind.steps, options, {layer: module for layer, module in found.items() if type(module) is kind}
 

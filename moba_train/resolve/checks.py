@@ -158,7 +158,7 @@ def _adapter_problems(config: RunConfig, begins: bool = False) -> Iterator[str]:
 
 def _feed_forward_problems(config: RunConfig, shards: int | None, here: str | None) -> Iterator[str]:
     """Registered feed-forwards that cannot be as asked. shards: ranks of dp_shard x cp; None: not known."""
-    given = config.model.given_feed_forwards
+    given = config.model.given_members
     for name, options in given.items():
         for problem in FEED_FORWARDS[name].parallel.problems(options, config, shards, here):
             yield problem.removeprefix(".") if problem.startswith(".") else f"model.{name}.{problem}"
@@ -399,9 +399,9 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
 
 def _objective_problems(config: RunConfig) -> Iterator[str]:
     for index, stage in enumerate(config.stages):
-        if len(stage.objectives) > 1:
-            yield f"stages[{index}].{' and '.join(stage.objectives)}: given together; allowed: one objective"
-        for name, options in stage.objectives.items():
+        if len(stage.given_members) > 1:
+            yield f"stages[{index}].{' and '.join(stage.given_members)}: given together; allowed: one objective"
+        for name, options in stage.given_members.items():
             yield from (f"stages[{index}].{name}{text}" for text in OBJECTIVES[name].problems(options, config))
 
 

@@ -145,7 +145,7 @@ def _checkpointing_warnings(
     inner = {width for layer in range(model.layers) for width in feed_forward_costs(model, layer).widths}
     for inner_width in sorted(inner if policy in ("selective", "budget") else ()):
         if same := [name for name, width in widths.items() if width == inner_width]:
-            owners = () if inner_width == model.intermediate_size else model.given_feed_forwards
+            owners = () if inner_width == model.intermediate_size else model.given_members
             key = f"model.{''.join(f'{name}.' for name in owners)}intermediate_size"
             yield (
                 f"{key}: gives {inner_width} columns, as large as {' and '.join(same)}: activation "
