@@ -38,7 +38,7 @@ from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradien
 from moba_train.attention.statistics import SOFTMAX, Statistics
 from moba_train.config.base import Length
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.infllm_v2.scores import BlockScores, WindowSizes, window_means
+from moba_train.mechanisms.infllm_v2.scores import BlockScores, window_means
 from moba_train.mechanisms.local_blocks import LocalBlocks, with_local_blocks
 
 _ENTRIES = 2**25
@@ -149,11 +149,6 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
         )
 
         @property
-        def sizes(self) -> WindowSizes:
-            """The sizes that scores depend on."""
-            return WindowSizes(self.window, self.stride, self.block_size)
-
-        @property
         def full_up_to(self) -> int:
             """Length in tokens of the longest document that is attended to completely."""
             return max(self.dense_len, self.topk * self.block_size)
@@ -190,7 +185,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
             BlockAttention(options.block_size, self.scale, options.backend, "attention.infllm_v2.backend"),
             LocalBlocks(options.block_size, options.local_blocks, options.dense_len),
         )
-        self.scores = BlockScores(options.sizes, self.scale)
+        self.scores = BlockScores(options.window, options.stride, options.block_size, self.scale)
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every unit of `stride` tokens, [U, K, D]; zeros for units without given keys."""
@@ -207,7 +202,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
         local_T2 = self.blocks.local.history(layout).long()
         first_T = query_blocks(layout, self.options.block_size).first_t
         selected_KTC = q_THD.new_full((summaries.shape[1], len(q_THD), self._listed(layout)), -1, dtype=torch.int32)
-        windows_UKD = window_means(summaries.detach(), self.options.sizes)
+        windows_UKD = window_means(summaries.detach(), self.options.window // self.options.stride)
         kernels = self.options.backend != "reference"
         for rows, blocks, scores_KtN in self.scores.chunks(q_THD.detach(), windows_UKD, layout, kernels=kernels):
             # What lies before the first local block; nothing, where that is the document's first.
