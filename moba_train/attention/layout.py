@@ -86,6 +86,11 @@ class Layout:
         return (TokenRange(0, self.total),) if self.q_ranges is None else self.q_ranges
 
     @property
+    def key_ranges(self) -> TokenRanges:
+        """`k_ranges`, of the whole sequence as one range."""
+        return (TokenRange(0, self.total),) if self.k_ranges is None else self.k_ranges
+
+    @property
     def queries(self) -> int:
         """Number of queries, T, known on the host."""
         return sum(stop - start for start, stop in self.query_ranges)
@@ -106,16 +111,15 @@ class Layout:
     @cached_property
     def q_tokens(self) -> Tensor:
         """int64 [T]: index of each query in the packed sequence."""
-        return self._indices(self.q_ranges)
+        return self._indices(self.query_ranges)
 
     @cached_property
     def k_tokens(self) -> Tensor:
         """int64 [S]: index of each key in the packed sequence."""
-        return self._indices(self.k_ranges)
+        return self._indices(self.key_ranges)
 
-    def _indices(self, ranges: TokenRanges | None) -> Tensor:
-        some = ((0, self.total),) if ranges is None else ranges or ((0, 0),)
-        return torch.cat([torch.arange(start, stop, device=self.cu_seqlens.device) for start, stop in some])
+    def _indices(self, ranges: TokenRanges) -> Tensor:
+        return torch.cat([torch.arange(*tokens, device=self.cu_seqlens.device) for tokens in ranges or ((0, 0),)])
 
     @cached_property
     def q_documents(self) -> Tensor:

@@ -106,11 +106,10 @@ def bands(q_ranges: TokenRanges, k_ranges: TokenRanges, window: int, tile: int) 
 def sink_bands(layout: Layout, window: int, sinks: int, tile: int) -> Iterator[Band]:
     """Bands of at most `tile` queries with every pair of a query and a sink behind the query's window: of the first
     `sinks` tokens of its document. Sinks in the window belong to `bands`."""
-    key_ranges = (TokenRange(0, layout.total),) if layout.k_ranges is None else joined_ranges(layout.k_ranges)
     for document, end in pairwise(layout.edges):
         behind = document + window  # the first query that lacks a token of its document
         key_row = 0
-        for begin, stop in key_ranges:
+        for begin, stop in joined_ranges(layout.key_ranges):
             keys = TokenRange(max(begin, document), min(stop, document + sinks))
             key_rows = slice(key_row + keys.start - begin, key_row + keys.stop - begin)
             key_row += stop - begin
@@ -128,9 +127,8 @@ def sink_bands(layout: Layout, window: int, sinks: int, tile: int) -> Iterator[B
 @kept
 def _all_bands(layout: Layout, window: int, sinks: int, tile: int) -> list[Band]:
     """`bands` and, with sinks, `sink_bands`."""
-    k_ranges = (TokenRange(0, layout.total),) if layout.k_ranges is None else layout.k_ranges
     of_sinks = sink_bands(layout, window, sinks, tile) if sinks else ()
-    return [*bands(layout.query_ranges, k_ranges, window, tile), *of_sinks]
+    return [*bands(layout.query_ranges, layout.key_ranges, window, tile), *of_sinks]
 
 
 @kept
