@@ -10,7 +10,7 @@ from torch import Tensor
 from moba_train.attention.facets import Decodes, decode_as_trained
 from moba_train.attention.full import calls
 from moba_train.attention.full.kernels import BACKENDS
-from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.block_attention import BlockAttention, HeadsSelection
 from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.kernels.common.geometry import history_blocks, history_bound
 from moba_train.attention.kernels.table import call_problem, kernel_decodes
@@ -53,13 +53,14 @@ class FullAttention(LocalAttention, Decodes):
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D], lse [H, T]) over the given keys that causality allows."""
         if self.fixed_order_by_blocks(q_THD, layout):
-            return self.attend_by_blocks(q_THD, k_SKD, v_SKD, layout)
+            parts = self._every_block(q_THD, k_SKD, layout)
+            return self.by_block.attend_in_parts(q_THD, k_SKD, v_SKD, layout, parts)
         return calls.attend(self.pick(q_THD, layout), q_THD, k_SKD, v_SKD, layout, self.scale)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
         if self.fixed_order_by_blocks(state.q, layout):
-            return self.attend_backward_by_blocks(state, layout)
+            return self.by_block.attend_backward_in_parts(state, layout, self._every_block(state.q, state.k, layout))
         return calls.attend_backward(self.pick(state.q, layout), state, layout, self.scale)
 
     def fixed_order_by_blocks(self, q_THD: Tensor, layout: Layout) -> bool:
@@ -75,26 +76,8 @@ class FullAttention(LocalAttention, Decodes):
             return False
         return self.pick(q_THD, layout) is TorchFlash
 
-    def attend_by_blocks(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """(out, lse) of `attend`, block by block."""
-        out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        lse = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0]), dtype=torch.promote_types(q_THD.dtype, torch.float32))
-        for of, kv, selection in self._every_block(q_THD, k_SKD, layout):
-            attended = self.by_block.attend(q_THD[:, of], k_SKD[:, kv], v_SKD[:, kv], layout, selection)
-            out[:, of], lse[of] = attended
-        return out, lse
-
-    def attend_backward_by_blocks(self, state: BackwardState, layout: Layout) -> Gradients:
-        """(dq, dk, dv) of `attend`, block by block."""
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
-        for of, kv, selection in self._every_block(state.q, state.k, layout):
-            gradients = self.by_block.attend_backward(state.part(heads=of, kv_heads=kv), layout, selection)
-            dq[:, of], dk[:, kv], dv[:, kv] = gradients
-        return dq, dk, dv
-
-    def _every_block(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Iterator[tuple[slice, slice, Selection]]:
-        """Query heads, their key/value heads and the selection of every block, for as many heads at a time as
-        `_ENTRIES` allows."""
+    def _every_block(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Iterator[HeadsSelection]:
+        """The selection of every block, for as many heads at a time as `_ENTRIES` allows."""
         tokens, heads, _ = q_THD.shape
         kv_heads = k_SKD.shape[1]
         selected_TC = history_blocks(layout, self.by_block.block_size)
@@ -102,7 +85,8 @@ class FullAttention(LocalAttention, Decodes):
         for of, kv in head_parts(heads, kv_heads, together):
             # Every head has the same list, but the kernels read one for each.
             selected_HTC = selected_TC.repeat(of.stop - of.start, 1, 1)
-            yield of, kv, self.by_block.selection(selected_HTC, q_THD[:, of], layout, kv_heads=kv.stop - kv.start)
+            selection = self.by_block.selection(selected_HTC, q_THD[:, of], layout, kv_heads=kv.stop - kv.start)
+            yield HeadsSelection(of, kv, selection)
 
     def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
         """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""

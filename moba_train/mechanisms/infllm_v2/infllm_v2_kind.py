@@ -20,8 +20,8 @@ from torch import Tensor
 from moba_train.attention.block_sparse import BlockOptions, DenseOrSparse, listed_blocks, refused_triton, too_long
 from moba_train.attention.facets import Gate, Gated, SelectedBlocks
 from moba_train.attention.full import FullAttention
-from moba_train.attention.kernels.block_attention import BlockAttention
-from moba_train.attention.kernels.common.geometry import KeySpans, QueryBlocks, query_blocks
+from moba_train.attention.kernels.block_attention import BlockAttention, HeadsSelection
+from moba_train.attention.kernels.common.geometry import QueryBlocks, query_blocks
 from moba_train.attention.kernels.common.selection import (
     SELECTION,
     Choice,
@@ -85,45 +85,28 @@ class SharedBlocks:
     ) -> tuple[Tensor, Tensor]:
         """out [T, H, D] and lse [H, T] over the own, the local and the selected blocks, as far as their keys are
         given."""
-        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        wide = torch.promote_types(q_THD.dtype, torch.float32)
-        lse_HT = torch.empty(q_THD.shape[1::-1], dtype=wide, device=q_THD.device)
-        for of, kv in self._parts(selection):
-            part, spans = self._part(selection, kv, q_THD[:, of], layout)
-            tensors = q_THD[:, of], k_SKD[:, kv], v_SKD[:, kv]
-            out_THD[:, of], lse_HT[of] = self.blocks.attend(*tensors, layout, part, spans)
-        return out_THD, lse_HT
+        parts = self._parts(q_THD, layout, selection)
+        return self.blocks.attend_in_parts(q_THD, k_SKD, v_SKD, layout, parts)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
-        for of, kv in self._parts(selection):
-            some = state.part(heads=of, kv_heads=kv)
-            part, spans = self._part(selection, kv, some.q, layout)
-            dq[:, of], dk[:, kv], dv[:, kv] = self.blocks.attend_backward(some, layout, part, spans)
-        return dq, dk, dv
+        return self.blocks.attend_backward_in_parts(state, layout, self._parts(state.q, layout, selection))
 
-    def _parts(self, selection: Selection) -> Iterator[tuple[slice, slice]]:
-        """Query heads that attend at once, and their key/value heads."""
-        selected_KTC, _, sizes_HL0 = selection
-        # Ids are kept once for a group and repeated for each of its query heads here, so only for some heads at a time.
-        together = _ENTRIES // max(1, selected_KTC[0].numel() * len(sizes_HL0) // len(selected_KTC))
-        return head_parts(len(sizes_HL0), len(selected_KTC), together)
-
-    def _part(
-        self, selection: Selection, kv: slice, q_THD: Tensor, layout: Layout
-    ) -> tuple[Selection, KeySpans | None]:
-        """The selection of some heads as `BlockAttention` takes it, and the spans of local blocks; None where these
-        are among the selected."""
+    def _parts(self, q_THD: Tensor, layout: Layout, selection: Selection) -> Iterator[HeadsSelection]:
+        """The selection as `BlockAttention` takes it, without spans where local blocks are among the selected."""
         selected_KTC, local_T2, sizes_HL0 = selection
-        selected_KTC = selected_KTC[kv]
-        spans = None
-        if self.blocks.takes_spans(q_THD, layout, selected_KTC.shape[2]):
-            spans = self.local.spans(layout)
-        else:
-            selected_KTC = with_local_blocks(selected_KTC, local_T2, sizes_HL0.shape[1])
-        selected_HTC = selected_KTC.repeat_interleave(q_THD.shape[1] // len(selected_KTC), dim=0)
-        return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=len(selected_KTC)), spans
+        kv_heads, group = len(selected_KTC), len(sizes_HL0) // len(selected_KTC)
+        # Ids are kept once for a group and repeated for each of its query heads here, so only for some heads at a time.
+        for of, kv in head_parts(len(sizes_HL0), kv_heads, _ENTRIES // max(1, selected_KTC[0].numel() * group)):
+            some_KTC, some_q = selected_KTC[kv], q_THD[:, of]
+            spans = None
+            if self.blocks.takes_spans(some_q, layout, some_KTC.shape[2]):
+                spans = self.local.spans(layout)
+            else:
+                some_KTC = with_local_blocks(some_KTC, local_T2, sizes_HL0.shape[1])
+            some_HTC = some_KTC.repeat_interleave(group, dim=0)
+            part = self.blocks.selection(some_HTC, some_q, layout, kv_heads=len(some_KTC))
+            yield HeadsSelection(of, kv, part, spans)
 
 
 class InfLLMV2Attention(DenseOrSparse, Gated):
