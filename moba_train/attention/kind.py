@@ -129,7 +129,7 @@ class AttentionKind(ABC):
     statistics: ClassVar[Mapping[str, str]] = SOFTMAX
     """Statistics that `StatisticsObserver` collects, by name, with their meaning. Default: those of an engine call."""
     facts: KindFacts = KindFacts()
-    attentions: tuple[LocalAttention, ...]
+    attentions: tuple[LocalAttention, ...] = ()
     """The local attentions that `mix` runs through the engine."""
 
     def __init__(self, options: Any, head_dim: int) -> None:

@@ -218,7 +218,6 @@ class ByGroupKind(AttentionKind):
 
     def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        self.attentions = ()
         # Full attention is there in any case: how many groups the layer has is not known here.
         self._named = {part.kind: part.groups for part in options.parts}
         self._kinds = {part.kind: _kind_of(part, head_dim) for part in options.complete(0)}

@@ -148,7 +148,6 @@ class InfLLMKind(AttentionKind):
         backend = "reference" if options.backend == "reference" else "auto"
         self.window = WindowAttention(options.window, head_dim, backend)
         self.blocks = BlockAttention(options.block_size, self.scale, options.backend, "attention.infllm.backend")
-        self.attentions = ()
 
     @classmethod
     def problems(cls, options: InfLLMOptions, context: StageContext) -> Iterator[str]:

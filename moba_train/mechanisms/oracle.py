@@ -113,7 +113,6 @@ class OracleKind(AttentionKind):
         super().__init__(options, head_dim)
         self.ideal = IdealAttention(options, head_dim)
         self.full = FullAttention(FullAttention.Options(), head_dim)
-        self.attentions = ()
 
     @classmethod
     def problems(cls, options: IdealAttention.Options, context: StageContext) -> Iterator[str]:

@@ -118,9 +118,7 @@ class GdnKind(KdaKind):
             None, description="own heads and projections, in layers of model.bare_layers; null: the layer's"
         )
 
-    def __init__(self, options: Options, head_dim: int) -> None:
-        super().__init__(options, head_dim)
-        self._heads = options.heads
+    options: Options
 
     @classmethod
     def projects(cls, options: Options) -> bool:
@@ -167,4 +165,5 @@ class GdnKind(KdaKind):
         return super().token_bytes(self._shape(model), batch)
 
     def _shape(self, model: ModelConfig) -> ModelConfig:
-        return model if self._heads is None else self._heads.shape(model)
+        heads = self.options.heads
+        return model if heads is None else heads.shape(model)

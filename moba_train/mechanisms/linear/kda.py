@@ -130,11 +130,6 @@ class KdaKind(AttentionKind):
             "GPU; auto: fla on CUDA, torch on a CPU",
         )
 
-    def __init__(self, options: Options, head_dim: int) -> None:
-        super().__init__(options, head_dim)
-        self._backend = options.backend
-        self.attentions = ()
-
     @classmethod
     def problems(cls, options: Options, context: StageContext) -> Iterator[str]:
         """A backend that cannot run."""
@@ -281,11 +276,12 @@ class KdaKind(AttentionKind):
 
     def _uses_fla(self, x: Tensor) -> bool:
         """Raises ValueError when the kernels are needed and cannot run."""
-        if self._backend == "torch" or (self._backend == "auto" and not x.is_cuda):
+        backend = self.options.backend
+        if backend == "torch" or (backend == "auto" and not x.is_cuda):
             return False
         if refused := fla_refuses(x):
             raise ValueError(
-                f"attention.{self.name}.backend: {self._backend!r} cannot run: {refused}; set torch, which takes one "
+                f"attention.{self.name}.backend: {backend!r} cannot run: {refused}; set torch, which takes one "
                 "token after the other"
             )
         return True

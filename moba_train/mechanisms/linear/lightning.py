@@ -99,11 +99,7 @@ class LightningKind(AttentionKind):
             "and the run need not be deterministic",
         )
 
-    def __init__(self, options: Options, head_dim: int) -> None:
-        super().__init__(options, head_dim)
-        self._backend = options.backend
-        self._decay = _DECAYS.index(options.decay)
-        self.attentions = ()
+    options: Options
 
     @classmethod
     def problems(cls, options: Options, context: StageContext) -> Iterator[str]:
@@ -122,7 +118,7 @@ class LightningKind(AttentionKind):
         assert isinstance(parameters, LightningParameters)
         shard = layer.engine.shard(layer.layout)
         q_nHd, k_nKd, v_nKd = (own_rows(x, shard) for x in (layer.q_THd, layer.k_TKd, layer.v_TKd))
-        log_decay_H = parameters.log_decays[self._decay]
+        log_decay_H = parameters.log_decays[_DECAYS.index(self.options.decay)]
         out_nHd = self._attend(q_nHd, k_nKd, v_nKd, log_decay_H, shard.layout)
         out_nHd = with_earlier_states(out_nHd, q_nHd, k_nKd, v_nKd, log_decay_H, shard)
         if observer := statistics_observer(layer.engine):
@@ -144,10 +140,10 @@ class LightningKind(AttentionKind):
     def _uses_fla(self, x: Tensor) -> bool:
         """Raises ValueError when the options demand fla's kernels and these cannot run."""
         refused = fla_refuses(x)
-        if self._backend == "fla" and refused:
+        if self.options.backend == "fla" and refused:
             raise ValueError(f"attention.lightning.backend: 'fla' cannot run: {refused}; set auto or torch")
-        if self._backend != "auto":
-            return self._backend == "fla"
+        if self.options.backend != "auto":
+            return self.options.backend == "fla"
         if x.is_cuda and not has_fla():
             warnings.warn(  # shown once per place, Python's default
                 f"attention.lightning runs in plain PyTorch: the package {PACKAGE}, which is faster, is not installed",

@@ -62,8 +62,6 @@ class GateProbe(Evaluation[GateProbeConfig]):
         super().__init__(options, setting)
         stage = setting.stage
         self._queries = min(options.queries, stage.seq_len)
-        self._layers = options.layers
-        self._by_head = options.by_head
         self._seed = setting.seed
         self._data = setting.validation_data(options.sequences)
         if all(layer.kind == "full" for layer in stage.attention):
@@ -91,7 +89,7 @@ class GateProbe(Evaluation[GateProbeConfig]):
             if name == context.own:
                 gates, shown = self._probe(context)
         seconds = time.perf_counter() - began
-        found = summarize(context.own, gates, self._queries * self._data.sequences, seconds, self._by_head)
+        found = summarize(context.own, gates, self._queries * self._data.sequences, seconds, self._options.by_head)
         found.data["attention_statistics"] = [layer.values for layer in shown]
         return found
 
@@ -101,7 +99,8 @@ class GateProbe(Evaluation[GateProbeConfig]):
         shard = context.data_shard
         engine = shard.engine or LOCAL_ENGINE
         model = context.model.config
-        layers = range(model.layers) if self._layers is None else sorted(set(self._layers))
+        wanted = self._options.layers
+        layers = range(model.layers) if wanted is None else sorted(set(wanted))
         probes = {layer: LayerProbe(shard, model.heads // shard.tp_size) for layer in layers}
         watches = [probes.get(layer) or StatisticsObserver() for layer in range(model.layers)]
         with observed_layers(context.model, engine, watches):
