@@ -167,8 +167,9 @@ class AttentionKind(ABC):
         (DTensors, of which all ranks ask for the whole). None, the default: the initial values stay."""
         return None
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-        """The layer's output before its output projection, [T, H, d], and the auxiliary loss of each token or None.
+    def mix(self, layer: LayerInput, parameters: Any) -> tuple[Tensor, Tensor | None]:
+        """The layer's output before its output projection, [T, H, d], and the auxiliary loss of each token or None;
+        `parameters`: the layer's own, which `parameters` made.
 
         The auxiliary loss, float32 [T] in nats, is weighted and normalised like the loss: by the weights of the tokens
         that carry loss, over their sum. The default is one engine call on rotated queries and keys.
@@ -200,7 +201,7 @@ class TwoSublayers(ABC):
     """Facet of a kind: it has a second sublayer between the attention and the feed-forward."""
 
     @abstractmethod
-    def second_sublayer(self, layer: SublayerInput, parameters: nn.Module | None) -> Tensor:
+    def second_sublayer(self, layer: SublayerInput, parameters: Any) -> Tensor:
         """The update of the residual stream, [T, D]."""
 
 

@@ -276,7 +276,7 @@ class ByGroupKind(AttentionKind):
         values: Tensor | None = ATTENTION_KINDS[kind].derived_values(own, shape, _part_model(model, part), heads)
         return values
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: nn.ModuleDict | None) -> tuple[Tensor, Tensor | None]:
         """The outputs of the parts, each where its heads are; the sum of their auxiliary losses."""
         kv_heads = layer.k_TKd.shape[1]
         outputs = []
@@ -292,7 +292,6 @@ class ByGroupKind(AttentionKind):
                 engine=_PartEngine(layer.engine, kind, *self._full),
                 sink=(),
             )
-            assert parameters is None or isinstance(parameters, nn.ModuleDict)
             own = parameters[kind] if parameters is not None and kind in parameters else None
             out_TGd, loss_T = self._kinds[kind].mix(smaller, own)
             outputs.append(out_TGd.unflatten(1, (len(groups), -1)))

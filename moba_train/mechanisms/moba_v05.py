@@ -134,9 +134,8 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
         out_THd, _ = layer.engine(q_THd, k_TKd, layer.v_TKd, self.own, layer.layout)
         return out_THd, None
 
-    def second_sublayer(self, layer: SublayerInput, parameters: nn.Module | None) -> Tensor:
+    def second_sublayer(self, layer: SublayerInput, parameters: CrossAttention) -> Tensor:
         """Cross attention to earlier segments."""
-        assert isinstance(parameters, CrossAttention)
 
         def attend(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
             return layer.engine(layer.rotate(q_THd), layer.rotate(k_TKd), v_TKd, self.earlier, layer.layout)[0]

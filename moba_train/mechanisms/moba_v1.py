@@ -102,10 +102,11 @@ NO_TRITON_SUMS = "which has no kernels for sums over blocks; allowed here: auto,
 class SummedByUnit(BlocksByUnit):
     """One block at a time: the results are added up with their weights."""
 
+    attention: "SummedMoba"
+
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
         """(selected blocks, weights [H, T, 1 + C] of the own block and of these)."""
         assert summaries is not None
-        assert isinstance(self.attention, SummedMoba)
         (units_HTC,) = super().select(q_THD, summaries, layout)
         return units_HTC, self.attention.unit_weights(units_HTC, q_THD, summaries)
 
@@ -117,12 +118,10 @@ class SummedByUnit(BlocksByUnit):
 
     def attend_own(self, q_UHD: Tensor, k_UKD: Tensor, v_UKD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """(out [U, H, D], lse [H, U]) over the own blocks; (0, -inf) where queries do not attend to them."""
-        assert isinstance(self.attention, SummedMoba)
         return super().attend_own(q_UHD, k_UKD, v_UKD, layout) if self.attention.own else nothing_seen(q_UHD)
 
     def attend_own_backward(self, state: BackwardState, layout: Layout) -> Gradients:
         """(dq, dk, dv) of `attend_own`."""
-        assert isinstance(self.attention, SummedMoba)
         if self.attention.own:
             return super().attend_own_backward(state, layout)
         wide = accumulation_dtype(state.q.dtype)

@@ -75,10 +75,11 @@ class BlocksAndWindow(BlockAttention):
 class WindowByUnit(BlocksByUnit):
     """One block at a time: the window's blocks are units that every query selects."""
 
+    attention: "MobaWindowAttention"
+
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """A tensor of the shape and dtype of `select`'s, contents undefined."""
         (units_HTC,) = super().empty_selection(q_THD, k_SKD, layout)
-        assert isinstance(self.attention, MobaWindowAttention)
         if self.attention.is_full(layout):
             return (units_HTC,)
         heads, tokens, selected = units_HTC.shape

@@ -146,10 +146,9 @@ class DistilledGate(AttentionKind):
         everything. Called on all ranks together.
         """
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: nn.Module) -> tuple[Tensor, Tensor | None]:
         """Full attention in the warm-up, else attention to the selected blocks; and the divergence while the gate
         learns."""
-        assert parameters is not None
         rotated = layer._replace(q_THd=layer.rotate(layer.q_THd), k_TKd=layer.rotate(layer.k_TKd))
         if self.options.mode == "warmup":
             return self._warm_up(layer, rotated, parameters)

@@ -147,12 +147,11 @@ class GdnKind(KdaKind):
         """Initial values of the published code, as those of `kda`."""
         return super().initial_values(parameter.removeprefix("delta."), shape, generator)
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: DeltaParameters | ProjectedGdn) -> tuple[Tensor, Tensor | None]:
         """The gated output of the heads [T, H, d], or, of heads of its own, what the layer adds, [T, D]."""
         if not isinstance(parameters, ProjectedGdn):
             return super().mix(layer, parameters)
         here, parts = heads_of_rank(layer, parameters)
-        assert isinstance(parts, ProjectedGdn)
         out_THd, auxiliary_T = super().mix(parts.projected(here), parts.delta)
         return sum_over_heads(parts.o_proj(out_THd.flatten(1)), layer.x_TD), auxiliary_T
 

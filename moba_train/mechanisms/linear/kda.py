@@ -164,11 +164,9 @@ class KdaKind(AttentionKind):
         return None
 
     @torch.compiler.disable  # fla's kernels break the graph; the plain recurrence would be unrolled
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: DeltaParameters) -> tuple[Tensor, Tensor | None]:
         """The delta rule without rotary embedding, whose output is normed for each head and gated."""
-        assert parameters is not None
         layer, parameters = heads_of_rank(layer, parameters)
-        assert isinstance(parameters, DeltaParameters)
         shard = layer.engine.shard(layer.layout)
         rows = tuple(own_rows(x, shard) for x in (layer.x_TD, layer.q_THd, layer.k_TKd, layer.v_TKd))
         # The whole layer in parts, from the convolutions to the gate, where no other rank and no later call needs its

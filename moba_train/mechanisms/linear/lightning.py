@@ -113,9 +113,8 @@ class LightningKind(AttentionKind):
         """The gate [H d, D], the norm [H d], and the decays as a buffer."""
         return LightningParameters(model, layer)
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: LightningParameters) -> tuple[Tensor, Tensor | None]:
         """Linear attention without rotary embedding, whose output is normed and gated."""
-        assert isinstance(parameters, LightningParameters)
         shard = layer.engine.shard(layer.layout)
         q_nHd, k_nKd, v_nKd = (own_rows(x, shard) for x in (layer.q_THd, layer.k_TKd, layer.v_TKd))
         log_decay_H = parameters.log_decays[_DECAYS.index(self.options.decay)]

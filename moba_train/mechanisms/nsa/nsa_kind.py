@@ -163,9 +163,8 @@ class NsaKind(AttentionKind):
         """Gates, compression and, with `separate_kv`, projections."""
         return NsaParameters(model, options.compressed_block, _hidden(options, model), options.separate_kv)
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: NsaParameters) -> tuple[Tensor, Tensor | None]:
         """The three branches' outputs, each times its gate."""
-        assert isinstance(parameters, NsaParameters)
         options = self.options
         shard = layer.engine.shard(layer.layout)
         q_nHd = own_rows(layer.rotate(layer.q_THd), shard)
