@@ -8,11 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from moba_train.config.base import Section
-from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.explain import did_you_mean
 from moba_train.config.optim import ScheduleConfig
-from moba_train.config.schema import StageConfig, UntilConfig
+from moba_train.config.schema import RunConfig, StageConfig, UntilConfig
 from moba_train.data.indexed import corpus_file
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import Evaluation, EvaluationSetting, name_of
@@ -53,14 +52,12 @@ def evaluation_problems(section: EvaluationConfig, settings: Sequence[Evaluation
     )
 
 
-def pipeline_evaluation_problems(
-    section: EvaluationConfig, validation: Sequence[SourceConfig], pp: int
-) -> Iterator[str]:
-    """Evaluations that a pipeline of `pp` ranks, more than one, cannot run while it trains."""
+def pipeline_evaluation_problems(config: RunConfig) -> Iterator[str]:
+    """Evaluations that the recipe's pipeline, of more than one rank, cannot run while it trains."""
     later = "which a pipeline cannot do; `moba-train eval` can, on the checkpoints"
-    for evaluation, options in asked_evaluations(section, validation).items():
+    for evaluation, options in asked_evaluations(config.evaluation, config.data.validation).items():
         if (problem := evaluation.pipeline_problem(options)) is not None:
-            yield f"{problem[0]} with parallel.pp {pp}, {later}; {problem[1]}"
+            yield f"{problem[0]} with parallel.pp {config.parallel.pp}, {later}; {problem[1]}"
 
 
 def evaluated_sequences(section: EvaluationConfig, setting: EvaluationSetting) -> Mapping[str, int]:
