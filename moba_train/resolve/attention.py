@@ -41,17 +41,9 @@ def attention_problems(config: RunConfig, device: str | None, *, allow_idle: boo
             inherited = set(recipe_problems)
             yield from (f"stages[{index}].attention.{text}" for text in error.problems if text not in inherited)
         else:
-            merged_parallel = merge_parallel(config.parallel, stage.parallel)
-            context = StageContext(
-                model,
-                stage.seq_len,
-                merged_parallel.cp,
-                merged_parallel.tp,
-                config.deterministic,
-                device,
-                _THESE_LAYERS,
-                training,
-            )
+            parallel = merge_parallel(config.parallel, stage.parallel)
+            sizes = stage.seq_len, parallel.cp, parallel.tp
+            context = StageContext(model, *sizes, config.deterministic, device, _THESE_LAYERS, training)
             yield from _kind_problems(context, layers, index)
             yield from _parameter_problems(model, config.parallel.tp, stage.name, layers, index, shapes)
             for layer, attention in enumerate(layers):

@@ -96,7 +96,7 @@ def stage_problems(
         *context_problems(config, stages, *place),
         *row_problems(stages, [evaluated_sequences(run.evaluation, setting) for setting in settings]),
         *evaluation_problems(run.evaluation, settings),
-        *exit_problems(run.evaluation, settings, config.stages, run.optim.schedule),
+        *exit_problems(config, settings),
         *_layer_problems(config.model, stages),
         *_trainable_problems(spec, stages, () if allow_idle else config.optim.lr_factors),
         *(() if allow_idle else exclude_problems(spec, config.precision)),
