@@ -137,15 +137,9 @@ class NsaKind(AttentionKind):
             raise ValueError("; ".join(problems))
         self.blocks = CompressedBlocks(options.compressed_block, options.stride)
         self.compressed = CompressedAttention(self.blocks, head_dim, options.backend)
-        self.selected = GivenBlocks(
-            options.block_size,
-            options.history_blocks,
-            head_dim,
-            options.backend,
-            "attention.nsa.backend",
-            first=options.first,
-            local=options.local,
-        )
+        sizes = options.block_size, options.history_blocks, head_dim
+        backend = options.backend, "attention.nsa.backend"
+        self.selected = GivenBlocks(*sizes, *backend, first=options.first, local=options.local)
         self.window = WindowAttention(options.window, head_dim, options.backend)
         self.all_blocks = FullAttention(FullAttention.Options(), head_dim)
         self.attentions = (self.compressed, self.selected, self.window)
