@@ -37,8 +37,8 @@ class BlockOptions(Section):
         "auto",
         description="of attention to the selected blocks; triton: kernels for CUDA and 16-bit dtypes; composed: varlen "
         "flash attention over gathered queries, then a merge; reference: plain PyTorch, any device, for all else too; "
-        "auto: dense attention where no document is long enough to leave a block out, else triton where it can run, "
-        "else composed where it can run",
+        "auto: triton where it can run, else composed where it can run; kinds that are dense attention where no "
+        "document is long enough to leave a block out take the kernels of that there",
     )
 
     @property
