@@ -8,7 +8,7 @@ inputs are detached: the divergence trains the gate alone, and the loss of the l
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -65,6 +65,16 @@ class GateOptions(BlockOptions):
     def forced(self) -> tuple[int, int]:
         """First blocks of a document, and last ones up to a query's own, that the query attends to in any case."""
         return 0, 1
+
+
+class Teacher(NamedTuple):
+    """Attention that a gate learns from, of rotated queries and keys, without gradients."""
+
+    q_nHd: Tensor
+    k_TKd: Tensor
+    lse_Hn: Tensor
+    selected_HnC: Tensor | None
+    """The history blocks that it went to; None: all."""
 
 
 class DistilledGate(AttentionKind):
@@ -130,20 +140,11 @@ class DistilledGate(AttentionKind):
         `q_nHd`, `k_TKd`: rotated."""
 
     @abstractmethod
-    def divergence(
-        self,
-        features: Features,
-        shard: Shard,
-        q_nHd: Tensor,
-        k_TKd: Tensor,
-        lse_Hn: Tensor,
-        selected_HnC: Tensor | None,
-    ) -> Tensor:
+    def divergence(self, features: Features, shard: Shard, teacher: Teacher) -> Tensor:
         """The gate's KL divergence for each query of the shard, float32 or float64 [n] in nats: of one
         of each `kl_every` queries, as many times, and 0 for the others.
 
-        From rotated q and k without gradient. `selected_HnC`: what the attention with this `lse` went to; None: to
-        everything. Called on all ranks together.
+        Called on all ranks together.
         """
 
     def mix(self, layer: LayerInput, parameters: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -174,7 +175,7 @@ class DistilledGate(AttentionKind):
         if not learns:
             return out_LHd, None
         lse_Hn = lse_HL[:, : len(q_nHd)]
-        kl_n = self.divergence(features, shard, q_nHd, k_TKd, lse_Hn, None)
+        kl_n = self.divergence(features, shard, Teacher(q_nHd, k_TKd, lse_Hn, None))
         return out_LHd, padded(kl_n * self.options.kl_weight, len(layer.x_TD))
 
     def _sparse(self, layer: LayerInput, rotated: LayerInput, parameters: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -189,13 +190,13 @@ class DistilledGate(AttentionKind):
         out_nHd, lse_Hn = shard.attend(q_nHd, k_TKd, v_TKd, self.blocks, selected_HnC)
         if not (self.facts.learns and torch.is_grad_enabled()):
             return padded(out_nHd, len(layer.x_TD)), None
-        teacher: tuple[Tensor, Tensor | None] = (lse_Hn, selected_HnC)
+        teacher = Teacher(q_nHd.detach(), k_TKd.detach(), lse_Hn, selected_HnC)
         if self.needs_full:
             with torch.no_grad():
                 # Of the teacher only the LSE counts: with it q and k give each probability again, block by block.
                 _, lse_HL = layer.engine(rotated.q_THd, rotated.k_TKd, rotated.v_TKd, self.full, layer.layout)
-            teacher = (lse_HL[:, : len(q_nHd)], None)
-        kl_n = self.divergence(features, shard, q_nHd.detach(), k_TKd.detach(), *teacher)
+            teacher = teacher._replace(lse_Hn=lse_HL[:, : len(q_nHd)], selected_HnC=None)
+        kl_n = self.divergence(features, shard, teacher)
         return padded(out_nHd, len(layer.x_TD)), padded(kl_n * self.options.kl_weight, len(layer.x_TD))
 
     def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:

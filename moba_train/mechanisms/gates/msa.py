@@ -25,7 +25,7 @@ from moba_train.attention.shard import Shard, own_rows
 from moba_train.config.base import Length, Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.gates import index_operators as operators
-from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions
+from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions, Teacher
 from moba_train.mechanisms.gates.short_blocks import ShortBlocks
 from moba_train.mechanisms.layout_operators import query_positions
 from moba_train.model.block import norm_of
@@ -137,16 +137,9 @@ class MsaKind(DistilledGate):
             return [features]
         return [*zip(q_nKw.split(1, 1), k_Ty.split(width, 1), strict=True)]
 
-    def divergence(
-        self,
-        features: Features,
-        shard: Shard,
-        q_nHd: Tensor,
-        k_TKd: Tensor,
-        lse_Hn: Tensor,
-        selected_HnC: Tensor | None,
-    ) -> Tensor:
+    def divergence(self, features: Features, shard: Shard, teacher: Teacher) -> Tensor:
         """The mean over groups."""
+        q_nHd, k_TKd, lse_Hn, selected_HnC = teacher
         selected_KnC = None if selected_HnC is None else selected_HnC[:: len(selected_HnC) // k_TKd.shape[1]]
         where = layout_arguments(shard.layout)
         options = self.options

@@ -20,7 +20,7 @@ from moba_train.attention.layout import layout_arguments
 from moba_train.attention.shard import Shard, own_rows
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.gates import seer_operators as operators
-from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions
+from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions, Teacher
 
 
 class SeerGate(nn.Module):
@@ -98,16 +98,9 @@ class SeerKind(DistilledGate):
             *features, *where, len(q_nHd), options.block_size, options.history_blocks, options.threshold
         )
 
-    def divergence(
-        self,
-        features: Features,
-        shard: Shard,
-        q_nHd: Tensor,
-        k_TKd: Tensor,
-        lse_Hn: Tensor,
-        selected_HnC: Tensor | None,
-    ) -> Tensor:
+    def divergence(self, features: Features, shard: Shard, teacher: Teacher) -> Tensor:
         """Each query has the divergence of its block, the mean over heads."""
+        q_nHd, k_TKd, lse_Hn, selected_HnC = teacher
         assert selected_HnC is None, "the gate learns the map of full attention"
         block_size = self.options.block_size
         where = layout_arguments(shard.layout)
