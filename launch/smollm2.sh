@@ -5,7 +5,8 @@
 #
 # `gates` distils the gates of the kinds seer and msa from the published model: docs/reference/attention-kinds.md.
 # `signal` asks why MoBA's gate would find needles in the published model: docs/how-to/evaluate.md.
-# `sparsify` makes the model sparse at 32K, next to full attention, on all GPUs: benchmarks/measured/sparsify.md.
+# `sparsify` makes the model sparse at 32K, next to full attention, on all GPUs: benchmarks/measured/sparsify.md. Of the
+#   corpus it takes packages of fewer than 512K tokens: one has 3.4M, a third of an arm.
 # `retriever` does so with a model that finds needles in 32K tokens, the base of F15: experiments/README.md has its corpus.
 # `split` says what sparse attention costs by its budget and by its gate: at 8K as published and, after `sparsify`, at 32K.
 # `prepare` needs the network but no GPU; copy runs/smollm2 if the GPU is on another machine.
@@ -70,7 +71,7 @@ split)
 sparsify)
     "$PYTHON" -m moba_train.tools.cli sparsify "$folder/hf" --data "$folder/data/train" --validation "$folder/data/valid" \
         --length 32K --budget 4K --tokens 15M --seeds "${SEEDS:-3}" --jobs "${JOBS:-1}" --equal-seconds \
-        --output "$folder/sparse" evaluation.needle.samples=16
+        --output "$folder/sparse" evaluation.needle.samples=16 "data.train=[{path: $folder/data/train, below_length: 512K}]"
     "$PYTHON" -m benchmarks.sparsify_tables "$folder/sparse/summary.json" --output "$folder/sparsify.json"
     ;;
 retriever)

@@ -47,18 +47,18 @@ def test_index_scores_probabilities_and_their_gradients_fit(
 ) -> None:
     shape = msa.tile_shape(block_size)
     for attention in (True, False):
-        constants = sizes(shape, head_dim, W=head_dim, LISTED=listed, ATTENTION=attention)
+        constants = sizes(shape, head_dim, W=head_dim, LISTED=listed, OWN=listed, ATTENTION=attention)
         compiled = fits(msa._scores, constants, shape, dtype, 0, tmp_path, maxnreg=msa.REGISTERS)
         assert 2 * compiled.metadata.shared <= SHARED_LIMIT  # two programs on a multiprocessor
     shape = msa.KEY_GRADIENTS
-    constants = {"W": head_dim, "LISTED": listed, "M": shape.rows, "N": shape.keys}
+    constants = {"W": head_dim, "LISTED": listed, "OWN": listed, "M": shape.rows, "N": shape.keys}
     fits(msa._key_gradients, constants, shape, dtype, 0, tmp_path)
 
 
 @pytest.mark.parametrize(("head_dim", "listed", "dtype"), [(64, True, "fp16"), (128, False, "bf16")])
 def test_probabilities_of_the_blocks_of_an_indexer_fit(head_dim: int, listed: bool, dtype: str, tmp_path: Path) -> None:
     shape = msa.tile_shape(16)
-    constants = sizes(shape, head_dim, W=16, LISTED=listed, ATTENTION=True)
+    constants = sizes(shape, head_dim, W=16, LISTED=listed, OWN=False, ATTENTION=True)
     fits(msa._scores, constants, shape, dtype, 0, tmp_path, maxnreg=msa.REGISTERS)
 
 

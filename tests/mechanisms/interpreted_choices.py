@@ -87,19 +87,21 @@ def test_scores_of_blocks_equal_plain_pytorch(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "heads", "kv_heads", "widths", "block_size", "count", "dtype", "ranges", "every"),
+    ("lengths", "heads", "kv_heads", "keys", "widths", "block_size", "count", "dtype", "ranges", "every"),
     [
-        ([130, 0, 1, 70], 4, 2, (64, 64), 64, 1, torch.float32, None, 1),
-        ([150, 40], 3, 1, (64, 32), 80, 9, torch.float16, None, 3),
-        ([210], 2, 1, (128, 64), 200, 1, torch.float32, None, 1),
-        ([200, 20], 2, 1, (64, 16), 40, 2, torch.float32, ((40, 70), (150, 201)), 4),
-        ([90], 9, 9, (64, 16), 64, 1, torch.float32, None, 1),
+        ([130, 0, 1, 70], 4, 2, 1, (64, 64), 64, 1, torch.float32, None, 1),
+        ([130, 1, 70], 4, 2, 2, (64, 64), 64, 1, torch.float16, None, 1),
+        ([150, 40], 3, 1, 1, (64, 32), 80, 9, torch.float16, None, 3),
+        ([210], 2, 1, 1, (128, 64), 200, 1, torch.float32, None, 1),
+        ([200, 20], 4, 2, 2, (64, 16), 40, 2, torch.float32, ((40, 70), (150, 201)), 4),
+        ([90], 9, 9, 1, (64, 16), 64, 1, torch.float32, None, 1),
     ],
 )
 def test_index_branches_select_and_learn_as_in_plain_pytorch(
     lengths: list[int],
     heads: int,
     kv_heads: int,
+    keys: int,
     widths: tuple[int, int],
     block_size: int,
     count: int,
@@ -120,8 +122,7 @@ def test_index_branches_select_and_learn_as_in_plain_pytorch(
         return torch.randn(shape, generator=generator).to(dtype)
 
     q, k = random(queries, heads, width), random(layout.total, kv_heads, width)
-    # Cut from wider tensors, as those of a group with a key are.
-    index = random(queries, kv_heads + 1, widths[1])[:, 1:], random(layout.total, 2 * widths[1])[:, widths[1] :]
+    index = random(queries, kv_heads, widths[1]), random(layout.total, keys * widths[1])
     lse, weights = 4 + random(heads, queries).float(), random(queries).float()
     ours, plain = (
         index_operators.select(*index, None, *where, block_size, count, False, in_plain) for in_plain in (False, True)

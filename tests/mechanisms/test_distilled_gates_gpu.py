@@ -127,19 +127,19 @@ def distilled(index: list[Tensor], *arguments: Any) -> list[Tensor]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size"),
-    [(8, 2, 64, 128), (9, 3, 64, 64), (4, 1, 128, 128), (8, 2, 64, 400)],
+    ("heads", "kv_heads", "keys", "head_dim", "block_size"),
+    [(8, 2, 1, 64, 128), (9, 3, 3, 64, 64), (4, 1, 1, 128, 128), (8, 2, 2, 64, 400)],
 )
 @torch.no_grad()
 def test_index_branches_of_msa_equal_float64(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, device: torch.device
+    heads: int, kv_heads: int, keys: int, head_dim: int, block_size: int, device: torch.device
 ) -> None:
     """The selection, the divergence and its gradients from bfloat16 inputs, the same bits in every call."""
     layout = packed_layout([1500, 0, 1, 2300], device)
     where = layout_arguments(layout)
     q, k, v = (x.detach() for x in make_qkv(layout.total, heads, kv_heads, head_dim, device, torch.bfloat16))
-    q_index, k_index, _ = make_qkv(layout.total, kv_heads, 1, head_dim, device, torch.bfloat16, seed=1)
-    index = [q_index.detach(), k_index.detach()[:, 0]]
+    q_index, k_index, _ = make_qkv(layout.total, kv_heads, keys, head_dim, device, torch.bfloat16, seed=1)
+    index = [q_index.detach(), k_index.detach().flatten(1)]
     exact = [x.double() for x in index]
     selected, selected_exactly = (
         index_operators.select(*tensors, None, *where, block_size, 3, False, reference)

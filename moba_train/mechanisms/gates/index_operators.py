@@ -65,10 +65,10 @@ def select(
 ) -> Tensor:
     """The history blocks of each query and group of heads, int32 [K, n, C], at most `count`. Without gradient.
 
-    From the index queries [n, K, x] and the index keys of all tokens, [T, w] or, `pooled`, [T, K * w]. `first`,
-    `local`: blocks that are selected in any case, as in `choose_blocks`. `top_p`: of the others, the best, the fewest
-    with which shares in the softmax of all scores add up to it. `coarse`: result of `coarse_blocks`, blocks of
-    `coarse_size` tokens to which the search is confined. `reference`: in plain PyTorch.
+    From the index queries [n, K, x] and the index keys of all tokens, [T, w], or [T, K * w], one for each group, as
+    always if `pooled`. `first`, `local`: blocks that are selected in any case, as in `choose_blocks`. `top_p`: of the
+    others, the best, the fewest with which shares in the softmax of all scores add up to it. `coarse`: result of
+    `coarse_blocks`, blocks of `coarse_size` tokens to which the search is confined. `reference`: in plain PyTorch.
     """
     grid = block_grid(layout, block_size)
     selected_KnC = _unselected(q_index, layout, block_size, count)
@@ -220,11 +220,12 @@ def _distill_backward(
     """Gradients of the index queries and keys. Computes the distributions again: kept for all queries, they would take
     more memory than attention itself."""
     groups = q_index.shape[1]
-    width = k_index.shape[1] // (groups if pooled else 1)
+    width = k_index.shape[1] // groups if pooled else q_index.shape[2]
     attended, rows = _sampled(Attended(q, k, lse, selected, layout, block_size, scale, every))
     q_tKx = q_index[rows]
     dq_tKx = torch.zeros_like(q_tKx)
-    parts = min(groups, _implementation(pooled, reference, q_index, q).KEY_PARTS)
+    shares = k_index.shape[1] == width
+    parts = min(groups, _implementation(pooled, reference, q_index, q).KEY_PARTS) if shares else 1
     dk_STx = k_index.new_zeros((parts, *k_index.shape), dtype=accumulation_dtype(q.dtype))
     scored = _scored(pooled, reference, q_index, q)
     grad_t1 = grad_kl[rows, None] * (width**-0.5 * every / groups)

@@ -127,15 +127,7 @@ class MsaKind(DistilledGate):
         """int32 [K, n, C]: the selected history blocks of each group."""
         options = self.options
         sizes = options.block_size, options.history_blocks, self.pooled, options.backend == "reference"
-        return torch.cat([operators.select(*part, None, *where, *sizes) for part in self._compared(features)])
-
-    def _compared(self, features: Features) -> list[Features]:
-        """Index queries and keys that are compared with each other: all, or one by one those of groups."""
-        q_nKw, k_Ty = features
-        width = q_nKw.shape[2]
-        if self.pooled or k_Ty.shape[1] == width:
-            return [features]
-        return [*zip(q_nKw.split(1, 1), k_Ty.split(width, 1), strict=True)]
+        return operators.select(*features, None, *where, *sizes)
 
     def divergence(self, features: Features, shard: Shard, teacher: Teacher) -> Tensor:
         """The mean over groups."""
@@ -144,12 +136,7 @@ class MsaKind(DistilledGate):
         where = layout_arguments(shard.layout)
         options = self.options
         sizes = options.block_size, self.full.scale, self.pooled, options.backend == "reference", options.kl_every
-        parts = self._compared(features)
-        count = len(parts)
-        q, k, lse = q_nHd.chunk(count, 1), k_TKd.chunk(count, 1), lse_Hn.chunk(count)
-        selected = [None] * count if selected_KnC is None else selected_KnC.chunk(count)
-        given = zip(parts, q, k, lse, selected, strict=True)
-        return torch.stack([operators.distill(*part, *one, *where, *sizes) for part, *one in given]).mean(0)
+        return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
 
     @property
     def index_heads(self) -> int:

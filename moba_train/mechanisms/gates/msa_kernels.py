@@ -10,8 +10,9 @@ At 32K tokens and 8 groups of 4 heads, all blocks of 128: 33 million pairs, of w
 512 exponentials: 2.7 TFLOP, and 5 ms at the 16 exponentials a cycle of an H200's multiprocessors.
 
 Shape suffixes: n queries of the layout, t a chunk of them, N blocks, b blocks of a chunk, K groups of heads, C selected
-blocks, j these and the own one. Sizes in kernels: K groups with G query heads each, D head width, W index width, C
-blocks that a query's results have room for; a tile has M pairs and N keys.
+blocks, j these and the own one, y a token's index keys side by side: w for all groups, or K * w. Sizes in kernels: K
+groups with G query heads each, D head width, W index width, C blocks that a query's results have room for; a tile has M
+pairs and N keys; OWN: each group has an index key of its own.
 """
 
 from collections.abc import Iterator
@@ -142,34 +143,38 @@ class Scored:
     block_size: int
 
     def add_gradients(
-        self, dlogits_gtb: Tensor, q_index_nKw: Tensor, k_index_Tw: Tensor, dq_nKw: Tensor, dk_STw: Tensor
+        self, dlogits_gtb: Tensor, q_index_nKw: Tensor, k_index_Ty: Tensor, dq_nKw: Tensor, dk_STy: Tensor
     ) -> None:
-        """Set these queries' `dq_nKw`, and add to `dk_STw`: the gradients of scores that are not scaled."""
+        """Set these queries' `dq_nKw`, and add to `dk_STy`: the gradients of scores that are not scaled."""
         pairs, shape = self.pairs, KEY_GRADIENTS
         blocks, queries, width, groups = pairs.counts
         dlogits_gtb = dlogits_gtb.contiguous()
+        own = own_keys(q_index_nKw, k_index_Ty)
         _query_gradients[(triton.cdiv(queries, QUERY_GRADIENT_ROWS), groups)](
             dlogits_gtb,
             self.best_gtb,
-            k_index_Tw.contiguous(),
+            k_index_Ty.contiguous(),
             dq_nKw[self.queries],
             queries,
             width,
             groups,
+            OWN=own,
             W=q_index_nKw.shape[2],
             M=QUERY_GRADIENT_ROWS,
         )
-        _key_gradients[(blocks, triton.cdiv(self.block_size, shape.keys), len(dk_STw))](
+        parts = groups if own else len(dk_STy)
+        _key_gradients[(blocks, triton.cdiv(self.block_size, shape.keys), parts)](
             dlogits_gtb,
             self.best_gtb,
             q_index_nKw[self.queries].contiguous(),
-            dk_STw,
+            dk_STy,
             *pairs.listing,
             pairs.begin,
             pairs.end,
             *pairs.counts,
-            dk_STw.shape[1],
+            dk_STy.shape[1],
             LISTED=pairs.entries is not None,
+            OWN=own,
             W=q_index_nKw.shape[2],
             M=shape.rows,
             N=shape.keys,
@@ -178,8 +183,13 @@ class Scored:
         )
 
 
+def own_keys(q_index_nKw: Tensor, k_index_Ty: Tensor) -> bool:
+    """True if each of several groups has an index key of its own."""
+    return k_index_Ty.shape[1] > q_index_nKw.shape[2]
+
+
 def block_scores(
-    q_index_nKw: Tensor, k_index_Tw: Tensor, layout: Layout, block_size: int
+    q_index_nKw: Tensor, k_index_Ty: Tensor, layout: Layout, block_size: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """(queries, blocks, the scores of their best tokens, float32 [K, t, b]) a chunk of queries at a time; -inf for
     blocks that a query does not see."""
@@ -187,11 +197,11 @@ def block_scores(
         scores_Ktb = pairs.empty(-torch.inf, torch.float32)
         q_index_tKw = q_index_nKw[pairs.queries]
         # Without attention, the kernel does not look at its tensors.
-        _launch(q_index_tKw, k_index_Tw, q_index_tKw, k_index_Tw, scores_Ktb, [scores_Ktb] * 3, pairs, block_size, None)
+        _launch(q_index_tKw, k_index_Ty, q_index_tKw, k_index_Ty, scores_Ktb, [scores_Ktb] * 3, pairs, block_size, None)
         yield pairs.queries, pairs.blocks, scores_Ktb
 
 
-def scored(q_index_nKw: Tensor, k_index_Tw: Tensor, attended: Attended) -> Iterator[Scored]:
+def scored(q_index_nKw: Tensor, k_index_Ty: Tensor, attended: Attended) -> Iterator[Scored]:
     """Every query of all groups: with the selected blocks and the own one, or with all, some queries at a time."""
     q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale, every = attended
     if not len(q_nHd):
@@ -205,13 +215,13 @@ def scored(q_index_nKw: Tensor, k_index_Tw: Tensor, attended: Attended) -> Itera
         best_gtb = pairs.empty(0, torch.int32)
         results = [logits_gtb, best_gtb, mass_gtb]
         q_tHd, lse_Ht = q_nHd[pairs.queries], lse_Hn[:, pairs.queries].float()
-        _launch(q_index_nKw[pairs.queries], k_index_Tw, q_tHd, k_TKd, lse_Ht, results, pairs, block_size, scale)
+        _launch(q_index_nKw[pairs.queries], k_index_Ty, q_tHd, k_TKd, lse_Ht, results, pairs, block_size, scale)
         yield Scored(pairs.queries, logits_gtb, best_gtb, mass_gtb, pairs, block_size)
 
 
 def _launch(
     q_index_tKw: Tensor,
-    k_index_Tw: Tensor,
+    k_index_Ty: Tensor,
     q_tHd: Tensor,
     k_TKd: Tensor,
     lse_Ht: Tensor,
@@ -225,7 +235,7 @@ def _launch(
     # By a bound: a list has at most one tile that is not full, and the number of tiles itself only the device knows.
     tiles = cut_lists(pairs.begin, pairs.end, pairs.most // shape.rows + len(pairs.begin), shape.rows)
     _scores[(tiles.bound,)](
-        *(x.contiguous() for x in (q_index_tKw, k_index_Tw, q_tHd, k_TKd, lse_Ht)),
+        *(x.contiguous() for x in (q_index_tKw, k_index_Ty, q_tHd, k_TKd, lse_Ht)),
         *results,
         *pairs.listing,
         tiles.list_of_tile,
@@ -238,6 +248,7 @@ def _launch(
         (scale or 0.0) * LOG2_E.value,
         ATTENTION=scale is not None,
         LISTED=pairs.entries is not None,
+        OWN=own_keys(q_index_tKw, k_index_Ty),
         G=q_tHd.shape[1] // pairs.groups,
         D=q_tHd.shape[2],
         W=q_index_tKw.shape[2],
@@ -260,6 +271,12 @@ def _pair(entries, position, ok, block, group, queries, width, LISTED: tl.conste
         query = position.to(tl.int64)
         slot = block
     return query, (group * queries + query) * width + slot
+
+
+@triton.jit
+def _key_row(token, group, groups, OWN: tl.constexpr):
+    """Rows of these tokens' index keys for a group."""
+    return token * groups + group if OWN else token
 
 
 # Counts that change from batch to batch; see attention/kernels/triton/__init__.py.
@@ -289,6 +306,7 @@ def _scores(
     scale_log2,
     ATTENTION: tl.constexpr,
     LISTED: tl.constexpr,
+    OWN: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     W: tl.constexpr,
@@ -319,7 +337,7 @@ def _scores(
     for base in range(start, stop, N):
         key = base + tl.arange(0, N)
         visible_MN = key[None, :] <= last_key_M[:, None]
-        k_at = key.to(tl.int64)[:, None] * W + column_W[None, :]
+        k_at = _key_row(key.to(tl.int64), group, groups, OWN)[:, None] * W + column_W[None, :]
         k_index_NW = tl.load(k_index + k_at, mask=(key < stop)[:, None], other=0.0)
         s_MN = tl.where(visible_MN, tl.dot(q_index_MW, k_index_NW.T), float("-inf"))
         if ATTENTION:
@@ -346,7 +364,9 @@ def _scores(
 
 
 @triton.jit(do_not_specialize=["queries", "width", "groups"])
-def _query_gradients(dlogits, best, k_index, dq, queries, width, groups, W: tl.constexpr, M: tl.constexpr):
+def _query_gradients(
+    dlogits, best, k_index, dq, queries, width, groups, OWN: tl.constexpr, W: tl.constexpr, M: tl.constexpr
+):
     """dq [t, K, W] of M queries of a group: the sum of their blocks' best keys."""
     group = tl.program_id(1)
     query_M = tl.program_id(0) * M + tl.arange(0, M)
@@ -357,7 +377,8 @@ def _query_gradients(dlogits, best, k_index, dq, queries, width, groups, W: tl.c
     for j in tl.range(0, width, num_stages=4):
         dlogit_M = tl.load(dlogits + place_M + j, mask=ok_M, other=0.0)
         best_M = tl.load(best + place_M + j, mask=ok_M, other=0).to(tl.int64)
-        k_MW = tl.load(k_index + best_M[:, None] * W + column_W[None, :], mask=ok_M[:, None], other=0.0)
+        k_at = _key_row(best_M, group, groups, OWN)[:, None] * W + column_W[None, :]
+        k_MW = tl.load(k_index + k_at, mask=ok_M[:, None], other=0.0)
         dq_MW += dlogit_M[:, None] * k_MW.to(tl.float32)
     dq_at = (query_M.to(tl.int64) * groups + group)[:, None] * W + column_W[None, :]
     tl.store(dq + dq_at, dq_MW.to(dq.dtype.element_ty), mask=ok_M[:, None])
@@ -380,11 +401,13 @@ def _key_gradients(
     groups,
     keys,
     LISTED: tl.constexpr,
+    OWN: tl.constexpr,
     W: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """sum_dk [S, T, W] of N keys of a block, from its lists of every S-th group: added to what is there."""
+    """sum_dk [S, T, W] of N keys of a block, from its lists of every S-th group, or under OWN [T, K, W], each from one
+    group's: added to what is there."""
     block, part = tl.program_id(0), tl.program_id(2)
     base = tl.load(edges + block) + tl.program_id(1) * N
     stop = tl.load(edges + block + 1)
@@ -407,7 +430,8 @@ def _key_gradients(
             q_MW = tl.load(q_index + q_at, mask=ok_M[:, None], other=0.0).to(tl.float32)
             dlogit_NM = tl.where(key[:, None] == best_M[None, :], dlogit_M[None, :], 0.0)
             dk_NW = tl.dot(dlogit_NM, q_MW, dk_NW)
-    at_NW = (part.to(tl.int64) * keys + key)[:, None] * W + column_W[None, :]
+    row_N = key.to(tl.int64) * groups + part if OWN else part.to(tl.int64) * keys + key
+    at_NW = row_N[:, None] * W + column_W[None, :]
     mask_N1 = (key < stop)[:, None]
     dk_NW += tl.load(sum_dk + at_NW, mask=mask_N1, other=0.0)
     tl.debug_barrier()  # all is read before a thread writes

@@ -1,7 +1,7 @@
 """Recipes of `moba-train sparsify`: what is shared, the extension, the sparse arm and the arm of full attention.
 
 They are ordinary recipes, in OUTPUT/recipes, that are written once: a recipe that is there is left as it is, so that
-one can edit it and run on. Both arms begin with the same weights and train on the same data, tokens and seeds.
+one can edit it and run on. Both arms begin with the same weights and train on the same batches in the same order.
 """
 
 import json
@@ -170,9 +170,12 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     own = selects(request.kind, size, topk)
     teacher = "full_and_windows" if "overrides" in source.attention else "full"
     sparse_stages = [stage("sparse", rest - dense, distill={"teacher": teacher, "weight": 0.5})]
+    full_stages = [stage("full", rest - dense)]
     learns = {}
     if dense:
         sparse_stages.insert(0, stage("dense", dense, attention=in_full(request.kind)))
+        # A stage shuffles the samples of its own part of the corpora: with one stage, the order would be another.
+        full_stages.insert(0, stage("dense", dense))
         learns = {"optim": {"lr_factors": scorer_rate(request.kind)}}
     contents = {
         BASE: _base(request, source, output, batch),
@@ -199,9 +202,9 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
             "name": "full",
             "run_dir": str(output / "runs" / "full"),
             **begin,
-            "stages": [stage("full", rest)],
+            "stages": full_stages,
         },
-        EQUAL_SECONDS: {"extends": FULL, "name": "equal-seconds", "stages": [stage("full", rest)]},
+        EQUAL_SECONDS: {"extends": FULL, "name": "equal-seconds", "stages": full_stages},
     }
     contents = yaml.safe_load(_dumped(contents))  # no two parts are one object
     problems = []
@@ -236,7 +239,7 @@ _COMMENTS = {
     EXTEND: "The model learns the length, with full attention, before the arms part.",
     CALIBRATED: "Layers that stay full. A guess until the calibration has measured.",
     SPARSE: "The sparse arm: with full attention, from which a scorer learns, then with what the scorer selects.",
-    FULL: "The comparison: full attention on the same data and tokens, from the same weights.",
+    FULL: "The comparison: full attention on the same batches, from the same weights.",
     EQUAL_SECONDS: "Full attention for as long as the sparse arm trains: its tokens are set when that has trained.",
 }
 

@@ -275,8 +275,8 @@ def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:
     # Not the whole text: another version may have written other keys beside the tokens.
     if [stage["tokens"] for stage in values.get("stages", ())] == [stage["tokens"] for stage in first["stages"]]:
         full, sparse = (training(output / "runs" / f"{arm}-1" / "metrics.jsonl") for arm in ("full", "sparse"))
-        tokens = full["tokens"] * sparse["train_s"] / full["train_s"]
-        values["stages"][0]["tokens"] = max(1, round(tokens))
+        for stage in values["stages"]:
+            stage["tokens"] = max(1, round(stage["tokens"] * sparse["train_s"] / full["train_s"]))
         write_atomically(
             file, "# Tokens of full attention in the sparse arm's seconds.\n" + yaml.safe_dump(values, sort_keys=False)
         )

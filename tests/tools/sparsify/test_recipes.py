@@ -31,10 +31,11 @@ def test_any_folder_may_be_the_output(project: Path, tmp_path: Path, name: str) 
 def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
     folder = tmp_path / "recipes"
     folder.mkdir()
-    guess = "# a guess\nextends: full.yaml\nname: equal-seconds\nstages: [{name: full, seq_len: 8, tokens: 1000}]\n"
+    stages = "[{name: dense, seq_len: 8, tokens: 400}, {name: full, seq_len: 8, tokens: 600}]"
+    guess = f"# a guess\nextends: full.yaml\nname: equal-seconds\nstages: {stages}\n"
     guesses = {recipes.CALIBRATED: "", recipes.EQUAL_SECONDS: guess}
     (folder / recipes.CALIBRATED).write_text("edited")
-    before = guess.replace("tokens: 1000", "tokens: 1000, lr: 0.5")  # as a version before wrote it
+    before = guess.replace("tokens: 600", "tokens: 600, lr: 0.5")  # as a version before wrote it
     (folder / recipes.EQUAL_SECONDS).write_text(before)
     for arm, seconds in (("full", 2.0), ("sparse", 3.0)):
         run = tmp_path / "runs" / f"{arm}-1"
@@ -54,9 +55,9 @@ def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     step = steps.Step("train equal-seconds 1", ["train"], tmp_path)
     steps._measured(step, guesses, tmp_path)
-    (stage,) = yaml.safe_load((folder / recipes.EQUAL_SECONDS).read_text())["stages"]
-    assert (stage["tokens"], stage["lr"]) == (1500, 0.5)
-    edited = guess.replace("1000", "900")
+    written = yaml.safe_load((folder / recipes.EQUAL_SECONDS).read_text())["stages"]
+    assert [(stage["tokens"], stage.get("lr")) for stage in written] == [(600, None), (900, 0.5)]
+    edited = guess.replace("600", "700")
     (folder / recipes.EQUAL_SECONDS).write_text(edited)
     steps._measured(step, guesses, tmp_path)
     steps._measured(steps.Step("train sparse 1", ["train"], tmp_path), guesses, tmp_path)

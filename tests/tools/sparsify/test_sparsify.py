@@ -22,6 +22,7 @@ from moba_train.config.load import load_config
 from moba_train.config.mesh import WorldSize
 from moba_train.errors import UserError
 from moba_train.resolve.recipe import resolve
+from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.cli import app
 from moba_train.tools.sparsify import page, recipes, steps
 from moba_train.tools.sparsify.recipes import Request, Source
@@ -85,6 +86,15 @@ def test_the_sparse_arm_keeps_the_calibrated_layers_full_and_distils(made: Path)
     assert scorers == [(0.1, 8, "group")] * (config.model.layers - len(chosen))
     assert config.model.rope.theta == load_config(made / "runs" / "extend" / "config.yaml").stages[0].rope.theta  # type: ignore[union-attr]
     assert "full attention's numbers" not in (made / "recipes" / "calibrated.yaml").read_text()
+
+
+def test_both_arms_read_the_same_batches(made: Path) -> None:
+    """A stage shuffles its own part of the corpora: the arm with full attention has the other's stages."""
+    runs = [made / "runs" / name for name in ("sparse-1", "full-1")]
+    sparse, full = ([(one.seq_len, one.tokens) for one in load_config(run / "config.yaml").stages] for run in runs)
+    assert sparse == full
+    first = [next(one for one in read_records(run / "metrics.jsonl") if one["type"] == "metrics") for run in runs]
+    assert first[0]["loss"] == pytest.approx(first[1]["loss"], rel=1e-5)  # full attention, and the same weights
 
 
 def test_the_report_has_every_table_and_the_commands(made: Path) -> None:
