@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import random_base
-from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.experts.experts import MixtureOfExperts
 from moba_train.mechanisms.experts.options import MoeOptions
@@ -43,9 +42,8 @@ class EvenRouter(Router):
 class EvenMixture(MixtureOfExperts):
     """A mixture of experts with such a router."""
 
-    def __init__(self, options: Section, model: ModelConfig) -> None:
+    def __init__(self, options: MoeOptions, model: ModelConfig) -> None:
         super().__init__(options, model)
-        assert isinstance(options, MoeOptions)
         self.router = EvenRouter(model.hidden_size, options.experts, options.bias)
         self.router.active = options.active
 

@@ -242,7 +242,7 @@ def run(row: Row, model: ModelConfig, tokens: int, device: torch.device, timed: 
     try:
         layer = MechanismLayer(row.attention, model, tokens, device)
         result["parameters"] = layer.parameter_count()
-        result["pairs"] = layer.kind.costs(model).pairs([tokens])
+        result["pairs"] = layer.kind.pairs(model, [tokens])
         if in_training:
             result["forward_only"] = "; ".join(in_training)
             return result | timed(layer.inference, None)

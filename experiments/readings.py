@@ -96,7 +96,7 @@ def mean_keys(result: Result) -> float:
     run = resolve_unchecked(config_of(Arm(result["name"], result["seed"], result["recipe"])))
     stage = run.stages[-1]
     model = run.setup.spec.config
-    pairs = [kind.costs(model).pairs([stage.seq_len]) for kind in build_attention(stage.attention, model.head_width)]
+    pairs = [kind.pairs(model, [stage.seq_len]) for kind in build_attention(stage.attention, model.head_width)]
     return sum(pairs) / len(pairs) / stage.seq_len + 0.5
 
 

@@ -132,7 +132,7 @@ def _package(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist else entry.module.partition(".")[0]
 
 
-ATTENTION_KINDS: Registry[Any] = Registry("moba_train.attention_kinds", "attention kind", ("Options", "mix", "costs"))
+ATTENTION_KINDS: Registry[Any] = Registry("moba_train.attention_kinds", "attention kind", ("Options", "mix", "pairs"))
 """Subclasses of `attention.kind.AttentionKind`."""
 FEED_FORWARDS: Registry[Any] = Registry("moba_train.feed_forwards", "feed-forward", ("Options", "costs", "steps"))
 """Subclasses of `model.feed_forward.RegisteredFeedForward`."""

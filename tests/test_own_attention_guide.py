@@ -125,4 +125,4 @@ def test_it_attends_to_what_the_page_says_and_counts_it() -> None:
             expected.append([first + block for block in earlier] + [-1] * (3 - len(earlier)))
     assert kind.select(packed_layout(lengths)).tolist() == expected
     model = load_config(Path("recipe.yaml")).model
-    assert kind.costs(model).pairs(lengths) == pairs
+    assert kind.pairs(model, lengths) == pairs

@@ -39,7 +39,7 @@ KIND = '''
 import torch
 from torch import nn
 
-from moba_train.attention.full.full_kind import FullCosts, FullKind
+from moba_train.attention.full.full_kind import FullKind, full_pairs
 from moba_train.attention.kind import AttentionKind
 from moba_train.config.base import Section
 
@@ -70,8 +70,8 @@ class ScaledKind(AttentionKind):
         out, auxiliary = super().mix(layer, parameters)
         return out * (self.options.first * parameters.weight)[:, None], auxiliary
 
-    def costs(self, model):
-        return FullCosts(self, model)
+    def pairs(self, model, lengths):
+        return full_pairs(lengths)
 '''
 
 EVALUATION = '''
@@ -259,7 +259,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("registry", "name", "said"),
     [
         (ATTENTION_KINDS, "crashes", r"attention kind 'crashes': broken\.crash:Kind cannot be imported: .*'broken'"),
-        (ATTENTION_KINDS, "empty", r"broken:Other of the package 'broken' is none: it lacks Options, mix, costs"),
+        (ATTENTION_KINDS, "empty", r"broken:Other of the package 'broken' is none: it lacks Options, mix, pairs"),
         (ATTENTION_KINDS, "moba", r"moba_kind:MobaKind and broken:Other have one name; allowed: .*'broken'"),
         (OPTIMIZERS, "empty", r"it lacks Options, build, state_bytes"),
         (TRANSPORTS, "empty", r"it lacks make, cost, check_sizes"),

@@ -7,9 +7,10 @@ C selected history blocks of a query.
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from moba_train.attention.facets import Decodes, Probed, SelectedBlocks, TakesSelection, decode_as_trained
@@ -23,7 +24,27 @@ from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.attention.statistics import Statistics
-from moba_train.config.base import Section
+from moba_train.config.base import Length, Section
+
+
+class BlockOptions(Section):
+    """Options of kinds whose queries attend to selected blocks, by a backend of kernels/table.py."""
+
+    block_size: Length
+    topk: int
+    """Blocks that each query attends to."""
+    backend: Literal["auto", "triton", "composed", "reference"] = Field(
+        "auto",
+        description="of attention to the selected blocks; triton: kernels for CUDA and 16-bit dtypes; composed: varlen "
+        "flash attention over gathered queries, then a merge; reference: plain PyTorch, any device, for all else too; "
+        "auto: triton where it can run, else composed where it can run; kinds that are dense attention where no "
+        "document is long enough to leave a block out take the kernels of that there",
+    )
+
+    @property
+    def history_blocks(self) -> int:
+        """Blocks before its own that a query selects, at most."""
+        return self.topk - 1
 
 
 class AttendsToBlocks(Protocol):

@@ -10,7 +10,7 @@ Shape suffixes: T packed tokens of this rank, D hidden size, H query heads, K ke
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,34 +98,6 @@ class TokenBytes(NamedTuple):
     """Taken by the kernels of the backward pass while they run, without their inputs and results."""
 
 
-class KindCosts(ABC):
-    """Costs of a layer with a kind, in a model of this shape. A kind gives `pairs`, and what differs from the rest."""
-
-    def __init__(self, kind: "AttentionKind", model: ModelConfig) -> None:
-        self.kind = kind
-        self.model = model
-
-    @abstractmethod
-    def pairs(self, lengths: Sequence[int]) -> float:
-        """Pairs of a query and a key that one query head attends to in packed documents of these lengths (tokens).
-
-        A query's own key counts half, as in the T^2 / 2 of dense causal attention.
-        """
-
-    def flops(self, lengths: Sequence[int]) -> float:
-        """Floating-point operations, forward and backward, without the layer's four projections. The default counts
-        two matrix products over the attended pairs, three passes' worth (12 H d a pair), and 6 per token for each
-        weight of the kind's own matrices."""
-        matrices = parameter_count(self.kind, self.model, least_dimensions=2)
-        return 12.0 * self.model.heads * self.model.head_width * self.pairs(lengths) + 6.0 * matrices * sum(lengths)
-
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        """Memory of the layer. The default is that of engine calls to the block kernels, whose workspace is bounded by
-        packed queries, packed gradients of the output and partial gradients of queries, each as large as the queries;
-        up to 384 MiB more, of few tokens, is not counted."""
-        return TokenBytes(workspace=3 * batch.width * self.model.heads * self.model.head_width)
-
-
 class KindFacts(NamedTuple):
     """Properties of a kind with its options, for exports, generation and the checks of a recipe."""
 
@@ -144,10 +116,10 @@ class KindFacts(NamedTuple):
 
 
 class AttentionKind(ABC):
-    """One kind of attention with the options of one layer.
+    """One kind of attention with the options of one layer, which are of its own class `Options`.
 
     The defaults below are for a parameter-free kind that makes one engine call: such a kind gives `name`, `Options`,
-    `attentions` and `costs`. Instances are shared by equal layers and must not change.
+    `attentions` and `pairs`. Instances are shared by equal layers and must not change.
     """
 
     name: ClassVar[str]
@@ -157,28 +129,28 @@ class AttentionKind(ABC):
     statistics: ClassVar[Mapping[str, str]] = SOFTMAX
     """Statistics that `StatisticsObserver` collects, by name, with their meaning. Default: those of an engine call."""
     facts: KindFacts = KindFacts()
-    attentions: tuple[LocalAttention, ...]
+    attentions: tuple[LocalAttention, ...] = ()
     """The local attentions that `mix` runs through the engine."""
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: Any, head_dim: int) -> None:
         """Raises ValueError, naming the option, for options that contradict each other."""
         self.options = options
         self.head_dim = head_dim
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: Any, context: StageContext) -> Iterator[str]:
         """Reasons why the kind cannot run in a stage. Each begins with the option: `topk: given 1 in layer 3, ...`."""
         return iter(())
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:
+    def parameters(cls, options: Any, model: ModelConfig, layer: int) -> nn.Module | None:
         """The layer's own parameters, a new module made on torch's current device, or None. It lives in the layer under
         the kind's name if any stage uses it, and trains in those stages only. `parallel.tp` is refused unless the
         module's `tensor_style`, a `ParallelStyle` of torch, divides it by heads."""
         return None
 
     @classmethod
-    def projects(cls, options: Section) -> bool:
+    def projects(cls, options: Any) -> bool:
         """True if the kind's parameters project the layer's input and its output, which then is [T, D]: it is a kind
         for bare layers (`ModelConfig.bare_layers`), and alone there, also where others get full attention."""
         return False
@@ -195,8 +167,9 @@ class AttentionKind(ABC):
         (DTensors, of which all ranks ask for the whole). None, the default: the initial values stay."""
         return None
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-        """The layer's output before its output projection, [T, H, d], and the auxiliary loss of each token or None.
+    def mix(self, layer: LayerInput, parameters: Any) -> tuple[Tensor, Tensor | None]:
+        """The layer's output before its output projection, [T, H, d], and the auxiliary loss of each token or None;
+        `parameters`: the layer's own, which `parameters` made.
 
         The auxiliary loss, float32 [T] in nats, is weighted and normalised like the loss: by the weights of the tokens
         that carry loss, over their sum. The default is one engine call on rotated queries and keys.
@@ -206,15 +179,29 @@ class AttentionKind(ABC):
         return layer.engine(*rotated, layer.v_TKd, attention, layer.layout, *layer.sink)[0], None
 
     @abstractmethod
-    def costs(self, model: ModelConfig) -> KindCosts:
-        """Costs of a layer in a model of this shape."""
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Pairs of a query and a key that one query head of a model of this shape attends to in packed documents of
+        these lengths (tokens). A query's own key counts half, as in the T^2 / 2 of dense causal attention."""
+
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Floating-point operations of a layer, forward and backward, without its four projections. The default counts
+        two matrix products over the attended pairs, three passes' worth (12 H d a pair), and 6 per token for each
+        weight of the kind's own matrices."""
+        matrices = parameter_count(self, model, least_dimensions=2)
+        return 12.0 * model.heads * model.head_width * self.pairs(model, lengths) + 6.0 * matrices * sum(lengths)
+
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
+        """Memory of a layer. The default is that of engine calls to the block kernels, whose workspace is bounded by
+        packed queries, packed gradients of the output and partial gradients of queries, each as large as the queries;
+        up to 384 MiB more, of few tokens, is not counted."""
+        return TokenBytes(workspace=3 * batch.width * model.heads * model.head_width)
 
 
 class TwoSublayers(ABC):
     """Facet of a kind: it has a second sublayer between the attention and the feed-forward."""
 
     @abstractmethod
-    def second_sublayer(self, layer: SublayerInput, parameters: nn.Module | None) -> Tensor:
+    def second_sublayer(self, layer: SublayerInput, parameters: Any) -> Tensor:
         """The update of the residual stream, [T, D]."""
 
 

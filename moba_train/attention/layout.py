@@ -6,7 +6,7 @@ Shape suffixes: T queries, S keys.
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from moba_train.torch_private import tensor_version
 
 T = TypeVar("T")
-Sizes = ParamSpec("Sizes")
+P = ParamSpec("P")
 
 
 class TokenRange(NamedTuple):
@@ -86,6 +86,11 @@ class Layout:
         return (TokenRange(0, self.total),) if self.q_ranges is None else self.q_ranges
 
     @property
+    def key_ranges(self) -> TokenRanges:
+        """`k_ranges`, of the whole sequence as one range."""
+        return (TokenRange(0, self.total),) if self.k_ranges is None else self.k_ranges
+
+    @property
     def queries(self) -> int:
         """Number of queries, T, known on the host."""
         return sum(stop - start for start, stop in self.query_ranges)
@@ -106,16 +111,15 @@ class Layout:
     @cached_property
     def q_tokens(self) -> Tensor:
         """int64 [T]: index of each query in the packed sequence."""
-        return self._indices(self.q_ranges)
+        return self._indices(self.query_ranges)
 
     @cached_property
     def k_tokens(self) -> Tensor:
         """int64 [S]: index of each key in the packed sequence."""
-        return self._indices(self.k_ranges)
+        return self._indices(self.key_ranges)
 
-    def _indices(self, ranges: TokenRanges | None) -> Tensor:
-        some = ((0, self.total),) if ranges is None else ranges or ((0, 0),)
-        return torch.cat([torch.arange(start, stop, device=self.cu_seqlens.device) for start, stop in some])
+    def _indices(self, ranges: TokenRanges) -> Tensor:
+        return torch.cat([torch.arange(*tokens, device=self.cu_seqlens.device) for tokens in ranges or ((0, 0),)])
 
     @cached_property
     def q_documents(self) -> Tensor:
@@ -136,14 +140,17 @@ class Layout:
         return tokens - self.cu_seqlens.long()[documents]
 
 
-def kept(derive: Callable[Concatenate[Layout, Sizes], T]) -> Callable[Concatenate[Layout, Sizes], T]:
-    """A function of a layout and of hashable sizes, whose result is kept with the layout (`Layout.cached`)."""
+def kept(derive: Callable[P, T]) -> Callable[P, T]:
+    """A function of a layout and hashable values, or a hashable object's method, whose result is kept with the layout
+    (`Layout.cached`)."""
 
     @wraps(derive)
-    def once(layout: Layout, *sizes: Sizes.args, **named: Sizes.kwargs) -> T:
-        key = (derive, sizes, *named.items())
+    def once(*values: P.args, **named: P.kwargs) -> T:
+        at = 0 if isinstance(values[0], Layout) else 1  # behind a method's object
+        layout = cast(Layout, values[at])
+        key = (derive, *values[:at], *values[at + 1 :], *named.items())
         if key not in layout._cache:
-            layout._cache[key] = derive(layout, *sizes, **named)
+            layout._cache[key] = derive(*values, **named)
         return cast(T, layout._cache[key])
 
     return once

@@ -7,8 +7,7 @@ Shape suffixes: L rows given to the layer (padding included), n tokens among the
 B running sequences, H query heads, K key/value heads, D head width, C selected blocks of a query.
 """
 
-from collections.abc import MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,14 +27,22 @@ class ShardPlace(NamedTuple):
     """Tokens of each rank, known on the host; the new ones while tokens are generated."""
 
 
+class States(Protocol):
+    """States of the running sequences, [B, ...], by a name that is unique in the layer's kind. B counts the layout's
+    query ranges; sequences that have no state yet have zeros."""
+
+    def get(self, name: str, /) -> Tensor | None:
+        """The states of that name; None if no sequence has one."""
+
+    def __setitem__(self, name: str, states_Bx: Tensor, /) -> None: ...
+
+
 class Generation(NamedTuple):
     """Decoding mode, and states that a kind may keep from call to call, while tokens are generated."""
 
     attends_to_all: bool
     """True for new tokens with `decode: full`: then a kind that selects keys attends to all."""
-    states: MutableMapping[str, Tensor]
-    """States of the running sequences, [B, ...], by a name that is unique in the layer's kind. B counts the layout's
-    query ranges; sequences that have no state yet have zeros, and names that none has a state of are not there."""
+    states: States
 
 
 class Shard:

@@ -48,11 +48,6 @@ class AttentionConfig(OpenSection):
         kinds |= {self.default} if "default" in self.model_fields_set else set()
         return kinds & {*ATTENTION_KINDS}
 
-    @property
-    def given_kinds(self) -> set[str]:
-        """Kinds that have a section, whether a layer uses them or not."""
-        return set(self.__pydantic_extra__ or {})
-
     def options_of(self, name: str) -> Section:
         """The section of a registered kind, given or its defaults."""
         options = super().options_of(name)
@@ -125,7 +120,7 @@ def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention
 
 def _key_problems(override: dict[str, Any], config: AttentionConfig) -> Iterator[str]:
     """Keys of an override that no kind has: looked for in the kinds that the section names before all others."""
-    named = {"full", config.default, *config.given_kinds, str(override.get("kind"))} & set(ATTENTION_KINDS)
+    named = {"full", config.default, *config.given_members, str(override.get("kind"))} & set(ATTENTION_KINDS)
     for key, value in override.items():
         if key == "kind":
             if not isinstance(value, str) or value not in ATTENTION_KINDS:

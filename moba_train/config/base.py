@@ -115,6 +115,11 @@ class OpenSection(Section):
             raise ValidationError.from_exception_data(type(self).__name__, errors)
         return self
 
+    @property
+    def given_members(self) -> dict[str, Section]:
+        """Sections of the members that are given, by name."""
+        return {name: options for name, options in (self.__pydantic_extra__ or {}).items() if options is not None}
+
     def asked_for(self) -> list[tuple[str, Any, Any]]:
         """(name, member, value of its key) of every member that is asked for."""
         settings = ((name, getattr(self, name, None)) for name in self.members)

@@ -161,14 +161,9 @@ class ModelConfig(OpenSection):
         gated = layer in layer_ids(self.gate_layers, self.layers) and not self.is_bare(layer)
         return self.heads * width if gated else 0
 
-    @property
-    def given_feed_forwards(self) -> dict[str, Section]:
-        """Sections of registered feed-forwards, by name."""
-        return {name: options for name, options in (self.__pydantic_extra__ or {}).items() if options is not None}
-
     def feed_forward(self, layer: int) -> tuple[str, Section] | None:
         """Name and section of the layer's registered feed-forward; None: it has the model's own."""
-        for name, options in self.given_feed_forwards.items():
+        for name, options in self.given_members.items():
             if layer in layer_ids(options.layers, self.layers):  # type: ignore[attr-defined]  # every Options has
                 return name, options
         return None
@@ -176,7 +171,7 @@ class ModelConfig(OpenSection):
     @model_validator(mode="after")
     def _one_feed_forward_for_each_layer(self) -> Self:
         taken: dict[int, str] = {}
-        for name, options in self.given_feed_forwards.items():
+        for name, options in self.given_members.items():
             try:
                 layers = layer_ids(options.layers, self.layers)  # type: ignore[attr-defined]  # every Options has
             except ValueError as error:

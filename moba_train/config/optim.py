@@ -38,7 +38,7 @@ class AdaptersConfig(OpenSection):
     @property
     def given(self) -> tuple[str, Section] | None:
         """Name and options of the adapters; None: the model itself is trained."""
-        return next((one for one in (self.__pydantic_extra__ or {}).items() if one[1] is not None), None)
+        return next(iter(self.given_members.items()), None)
 
 
 class OptimConfig(OpenSection):

@@ -83,11 +83,6 @@ class StageConfig(OpenSection):
     lr: float | None = Field(None, gt=0, le=MOST_RATE, description="peak learning rate of this stage's own schedule")
     schedule: ScheduleConfig | None = Field(None, description="a schedule that spans this stage alone")
 
-    @property
-    def objectives(self) -> dict[str, Section]:
-        """Options of the objectives that are asked for, by name."""
-        return {name: options for name, options in (self.__pydantic_extra__ or {}).items() if options is not None}
-
     def dump_given(self) -> dict[str, Any]:
         """The keys that were given, as plain values: what a stage leaves out comes from the recipe."""
         data = self.model_dump(exclude_unset=True)
@@ -150,7 +145,7 @@ class RunConfig(Section):
         resume under other defaults is then seen."""
         sections = [self.attention, *(stage.attention for stage in self.stages if stage.attention is not None)]
         used = {self.attention.default}.union(*(section.used_kinds for section in sections)) & {*ATTENTION_KINDS}
-        missing = {kind: ATTENTION_KINDS[kind].Options() for kind in sorted(used - self.attention.given_kinds)}
+        missing = {kind: ATTENTION_KINDS[kind].Options() for kind in sorted(used - self.attention.given_members.keys())}
         if missing:
             self.__dict__["attention"] = self.attention.model_copy(update=missing)  # a section is frozen
         return self

@@ -156,7 +156,7 @@ def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
                 first_token=0,
                 end_token=0,
                 planned_first_token=planned_token,
-                objective=next(iter(stage.objectives.items()), None),
+                objective=next(iter(stage.given_members.items()), None),
                 own_keys=frozenset(name for name, value in stage if value is not None),
             )
         )

@@ -24,6 +24,7 @@ from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.stages import Stage
+from moba_train.data.samples import StageData
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
@@ -110,6 +111,10 @@ class EvaluationSetting:
     pp: int
     """Ranks of a pipeline, which hold different layers."""
 
+    def validation_data(self, sequences: int) -> StageData:
+        """Sequences of the stage's length from the corpora of held-out text. Raises DataError for damaged corpora."""
+        return StageData(self.validation, self.stage.seq_len, sequences, self.seed, {}, self.model.vocab_size)
+
 
 @dataclass(frozen=True)
 class EvaluationContext:
@@ -133,6 +138,15 @@ class EvaluationContext:
         """Name of the attention that numbers are about: the stage's own if it is tried, otherwise the first."""
         name = name_of(self.stage.attention)
         return name if name in self.attentions else next(iter(self.attentions))
+
+    def passes(self, count: int, what: str = "") -> Iterator[tuple[int, bool]]:
+        """Yield, for each forward pass, the number of this rank's sequence out of `count`, and whether it counts: ranks
+        without one left repeat the last, as collectives need every rank. `what` names the loop for people."""
+        shard = self.data_shard
+        for first in self.track(range(0, count, shard.dp_size), what):
+            self.between_batches()
+            index = first + shard.dp_rank
+            yield min(index, count - 1), index < count
 
     def each_attention(self) -> Iterator[str]:
         """Switch the model from one attention to the next, yield their names, and end with the stage's own."""

@@ -35,9 +35,7 @@ class ValidationLoss(Evaluation[None]):
 
     def __init__(self, options: None, setting: EvaluationSetting) -> None:
         super().__init__(options, setting)
-        self._data = StageData(
-            setting.validation, setting.stage.seq_len, setting.sequences, setting.seed, {}, setting.model.vocab_size
-        )
+        self._data = setting.validation_data(setting.sequences)
         self._data.check_loss()
 
     @classmethod

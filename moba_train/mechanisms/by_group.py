@@ -11,7 +11,7 @@ group, d head width.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from moba_train.attention.engine import Engine
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     KindFacts,
     LayerInput,
     MicroBatch,
@@ -33,7 +32,7 @@ from moba_train.attention.kind import (
 )
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import LocalAttention
-from moba_train.attention.shard import Shard, ShardPlace, attends_to_all, own_rows, padded
+from moba_train.attention.shard import Shard, ShardPlace, States, attends_to_all, own_rows, padded
 from moba_train.config.base import Section
 from moba_train.config.explain import explain
 from moba_train.config.model import ModelConfig
@@ -74,27 +73,18 @@ class Part(Section):
         return {**given, "options": options}
 
 
-class _PartStates(MutableMapping[str, Tensor]):
+class _PartStates(States):
     """A part's states while tokens are generated: those of the layer whose names begin with the part's."""
 
-    def __init__(self, states: MutableMapping[str, Tensor], name: str) -> None:
+    def __init__(self, states: States, name: str) -> None:
         self._states = states
         self._prefix = f"{name}."
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._states[self._prefix + name]
+    def get(self, name: str) -> Tensor | None:
+        return self._states.get(self._prefix + name)
 
     def __setitem__(self, name: str, states_Bx: Tensor) -> None:
         self._states[self._prefix + name] = states_Bx
-
-    def __delitem__(self, name: str) -> None:
-        del self._states[self._prefix + name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._states if name.startswith(self._prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class _PartShard(Shard):
@@ -224,11 +214,10 @@ class ByGroupKind(AttentionKind):
                 return options
             return options.model_copy(update={"mode": self.mode})
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    options: Options
+
+    def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, ByGroupKind.Options)
-        self.by_group = options
-        self.attentions = ()
         # Full attention is there in any case: how many groups the layer has is not known here.
         self._named = {part.kind: part.groups for part in options.parts}
         self._kinds = {part.kind: _kind_of(part, head_dim) for part in options.complete(0)}
@@ -244,9 +233,8 @@ class ByGroupKind(AttentionKind):
         )
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: Options, context: StageContext) -> Iterator[str]:
         """Groups that the model does not have, tensor parallelism, and the problems of each part."""
-        assert isinstance(options, ByGroupKind.Options)
         most = context.model.kv_heads
         if missing := [group for part in options.parts for group in part.groups if not 0 <= group < most]:
             yield f"parts: given group {missing[0]} {context.layers}; allowed: 0 to {most - 1}, the key/value heads"
@@ -259,9 +247,8 @@ class ByGroupKind(AttentionKind):
                 yield f"parts ({part.kind}): {problem}"
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:
+    def parameters(cls, options: Options, model: ModelConfig, layer: int) -> nn.Module | None:
         """Those of the parts, by the names of their kinds."""
-        assert isinstance(options, ByGroupKind.Options)
         found = {
             part.kind: ATTENTION_KINDS[part.kind].parameters(part.options, _part_model(model, part), layer)
             for part in options.complete(model.kv_heads)
@@ -289,7 +276,7 @@ class ByGroupKind(AttentionKind):
         values: Tensor | None = ATTENTION_KINDS[kind].derived_values(own, shape, _part_model(model, part), heads)
         return values
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: nn.ModuleDict | None) -> tuple[Tensor, Tensor | None]:
         """The outputs of the parts, each where its heads are; the sum of their auxiliary losses."""
         kv_heads = layer.k_TKd.shape[1]
         outputs = []
@@ -305,7 +292,6 @@ class ByGroupKind(AttentionKind):
                 engine=_PartEngine(layer.engine, kind, *self._full),
                 sink=(),
             )
-            assert parameters is None or isinstance(parameters, nn.ModuleDict)
             own = parameters[kind] if parameters is not None and kind in parameters else None
             out_TGd, loss_T = self._kinds[kind].mix(smaller, own)
             outputs.append(out_TGd.unflatten(1, (len(groups), -1)))
@@ -315,44 +301,32 @@ class ByGroupKind(AttentionKind):
         out_TKGd = torch.cat(outputs, 1)[:, back]
         return out_TKGd.flatten(1, 2), sum(losses[1:], losses[0]) if losses else None
 
-    def costs(self, model: ModelConfig) -> "ByGroupCosts":
-        """Costs of the parts."""
-        return ByGroupCosts(self, model)
-
-    def kinds_of(self, model: ModelConfig) -> list[tuple[ModelConfig, AttentionKind]]:
-        """Each part's kind, and the shape of its smaller layer."""
-        parts = self.by_group.complete(model.kv_heads)
-        return [(_part_model(model, part), self._kinds[part.kind]) for part in parts]
-
-
-class ByGroupCosts(KindCosts):
-    """Costs of a layer whose groups of heads have different kinds."""
-
-    kind: ByGroupKind
-
-    def __init__(self, kind: ByGroupKind, model: ModelConfig) -> None:
-        super().__init__(kind, model)
-        self._parts = [own.costs(smaller) for smaller, own in kind.kinds_of(model)]
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Mean over the heads."""
-        return sum(part.pairs(lengths) * part.model.heads for part in self._parts) / self.model.heads
+        parts = self.kinds_of(model)
+        return sum(kind.pairs(part, lengths) * part.heads for part, kind in parts) / model.heads
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Sum of the parts."""
-        return sum(part.flops(lengths) for part in self._parts)
+        return sum(kind.flops(part, lengths) for part, kind in self.kinds_of(model))
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Sum of the parts. One that leaves its keys to the engine has them gathered here, and again what its gate
         learns from, which it counts as kept of other ranks."""
-        found = [part.token_bytes(batch) for part in self._parts]
+        parts = self.kinds_of(model)
+        found = [kind.token_bytes(part, batch) for part, kind in parts]
         gathered = 0
-        for part, one in zip(self._parts, found, strict=True):
-            keys = 2 * batch.width * part.model.kv_heads * self.model.head_width
+        for (part, _), one in zip(parts, found, strict=True):
+            keys = 2 * batch.width * part.kv_heads * model.head_width
             again = one.activations // (batch.cp - 1) if batch.cp > 1 else 0
             gathered += keys + again if one.gathered is None else one.gathered
         sums = (sum(one.saved for one in found), sum(one.activations for one in found))
         return TokenBytes(*sums, gathered, max(one.workspace for one in found))
+
+    def kinds_of(self, model: ModelConfig) -> list[tuple[ModelConfig, AttentionKind]]:
+        """The shape of each part's smaller layer, and its kind."""
+        parts = self.options.complete(model.kv_heads)
+        return [(_part_model(model, part), self._kinds[part.kind]) for part in parts]
 
 
 def _has_mode(options: Section) -> bool:

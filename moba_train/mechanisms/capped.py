@@ -30,9 +30,8 @@ class CappedKind(WindowKind):
             None, description="last tokens of its document that a query attends to, its own included; null: all"
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: Options, head_dim: int) -> None:
         AttentionKind.__init__(self, options, head_dim)
-        assert isinstance(options, CappedKind.Options)
         self.window = options.window or _ALL
         self.sinks = 0
         attention = WindowAttention(self.window, head_dim, "reference", cap=options.cap)

@@ -29,10 +29,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, TwoSublayers
+from moba_train.attention.full.full_kind import KindAround
+from moba_train.attention.kind import AttentionKind, LayerInput, TwoSublayers
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
-from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.mechanisms.by_group import ByGroupKind
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate
@@ -186,8 +186,8 @@ class Distillation(Objective):
     def _full_step(self, kind: AttentionKind) -> AttentionKind:
         """The teacher's attention; a gate with a warm-up learns from it."""
         if isinstance(kind, DistilledGate):
-            return type(kind)(kind.gate_options.model_copy(update={"mode": "warmup"}), kind.head_dim)
-        if isinstance(kind, ByGroupKind) and (warm := kind.by_group.warming_up()):
+            return type(kind)(kind.options.model_copy(update={"mode": "warmup"}), kind.head_dim)
+        if isinstance(kind, ByGroupKind) and (warm := kind.options.warming_up()):
             return ByGroupKind(warm, kind.head_dim)
         return self._teacher(kind)
 
@@ -217,30 +217,20 @@ def _each(kinds: Sequence[AttentionKind], make: Callable[[AttentionKind], Attent
     return [made[kind] for kind in kinds]
 
 
-class ComparedKind(AttentionKind):
-    """A layer's kind, whose output also learns full attention's on the same input; not registered."""
-
-    Options = DistillOptions
+class ComparedKind(KindAround):
+    """A layer's kind, whose output also learns full attention's on the same input."""
 
     def __init__(self, own: AttentionKind, teacher: AttentionKind, factor: float) -> None:
-        super().__init__(own.options, own.head_dim)
-        self.name = own.name  # type: ignore[misc]  # by which the layer finds the parameters of its kind
-        self.attentions = own.attentions
-        self.facts = own.facts
-        self._own = own
+        super().__init__(own)
         self._teacher = teacher
         self._factor = factor
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """The own output, and the own auxiliary loss with the error, of each token."""
-        out_THd, auxiliary_T = self._own.mix(layer, parameters)
+        out_THd, auxiliary_T = self.own.mix(layer, parameters)
         with torch.no_grad():
             target_THd = self._teacher.mix(layer, None)[0].float()
         error_T = (out_THd.float() - target_THd).square().sum((1, 2))
         # A padding token's values may be 0.
         error_T = self._factor * error_T / target_THd.square().sum((1, 2)).clamp(min=1e-12)
         return out_THd, error_T if auxiliary_T is None else auxiliary_T + error_T
-
-    def costs(self, model: ModelConfig) -> KindCosts:
-        """Costs of the own kind."""
-        return self._own.costs(model)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import KeySpans, block_edges, query_blocks
-from moba_train.attention.layout import Layout
+from moba_train.attention.layout import Layout, kept
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,17 @@ class LocalBlocks:
         dense_blocks = -(-min(self.dense_len, layout.max_seqlen) // self.block_size)
         return max(self.count, dense_blocks) - 1
 
+    @kept
     def history(self, layout: Layout) -> Tensor:
-        """int32 [T, 2]: each query's first local block, and its own. Kept with the layout."""
+        """int32 [T, 2]: each query's first local block, and its own."""
+        diagonal_T, first_T = query_blocks(layout, self.block_size)
+        positions_T = layout.positions(layout.q_tokens, layout.q_documents)
+        local_T = torch.maximum(first_T, diagonal_T - (self.count - 1))
+        return torch.stack([torch.where(positions_T < self.dense_len, first_T, local_T), diagonal_T], 1).int()
 
-        def make() -> Tensor:
-            diagonal_T, first_T = query_blocks(layout, self.block_size)
-            positions_T = layout.positions(layout.q_tokens, layout.q_documents)
-            local_T = torch.maximum(first_T, diagonal_T - (self.count - 1))
-            return torch.stack([torch.where(positions_T < self.dense_len, first_T, local_T), diagonal_T], 1).int()
-
-        return layout.cached(("local blocks", self), make)
-
+    @kept
     def spans(self, layout: Layout) -> KeySpans:
-        """The keys of the local blocks that each of the layout's queries sees; kept with the layout."""
-        return layout.cached(("key spans", self), lambda: self._spans(layout))
-
-    def _spans(self, layout: Layout) -> KeySpans:
+        """The keys of the local blocks that each of the layout's queries sees."""
         first_tokens_T = block_edges(layout, self.block_size).long()[self.history(layout)[:, 0].long()]
         return key_spans(first_tokens_T, layout)
 

@@ -11,11 +11,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.block_sparse import too_long
+from moba_train.attention.block_sparse import BlockOptions, too_long
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     LayerInput,
     MicroBatch,
     StageContext,
@@ -66,7 +65,7 @@ class CrossAttention(nn.Module):
 class OwnSegment(MobaAttention):
     """Causal attention inside the query's own segment, also for new tokens."""
 
-    def __init__(self, options: Section, head_dim: int, *, section: str) -> None:
+    def __init__(self, options: MobaAttention.Options, head_dim: int, *, section: str) -> None:
         super().__init__(options, head_dim, section=section)
         self.facts = self.facts._replace(decodes_full=False)
 
@@ -86,7 +85,7 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
     name = "moba_v05"
     statistics = SOFTMAX | SELECTION
 
-    class Options(Section):
+    class Options(BlockOptions):
         """Options of `kind: moba_v05`."""
 
         block_size: Length = Field(512, description="tokens of a segment; segments start again with each document")
@@ -101,14 +100,10 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
             "auto: the fastest kernels that can run",
         )
 
-        @property
-        def history_segments(self) -> int:
-            """Segments before its own that a query selects, at most."""
-            return self.topk - 1
+    options: Options
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, MobaV05Kind.Options)
         segment = {"block_size": options.block_size, "backend": options.backend}
         section = f"attention.{self.name}"
         self.own = OwnSegment(MobaAttention.Options(**segment, topk=1), head_dim, section=section)
@@ -118,9 +113,8 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
         self.attentions = (self.own, self.earlier)
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: Options, context: StageContext) -> Iterator[str]:
         """A segment longer than the sequence."""
-        assert isinstance(options, MobaV05Kind.Options)
         yield from too_long(context, options, "block_size")
 
     @classmethod
@@ -140,9 +134,8 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
         out_THd, _ = layer.engine(q_THd, k_TKd, layer.v_TKd, self.own, layer.layout)
         return out_THd, None
 
-    def second_sublayer(self, layer: SublayerInput, parameters: nn.Module | None) -> Tensor:
+    def second_sublayer(self, layer: SublayerInput, parameters: CrossAttention) -> Tensor:
         """Cross attention to earlier segments."""
-        assert isinstance(parameters, CrossAttention)
 
         def attend(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
             return layer.engine(layer.rotate(q_THd), layer.rotate(k_TKd), v_TKd, self.earlier, layer.layout)[0]
@@ -150,33 +143,19 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
         update: Tensor = parameters(layer.x_TD, attend)
         return update
 
-    def costs(self, model: ModelConfig) -> "MobaV05Costs":
-        """Costs of both sublayers' attention, and of the second one."""
-        return MobaV05Costs(self, model)
-
-
-class MobaV05Costs(KindCosts):
-    """Costs of a layer with the second sublayer."""
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The own segment up to the query, and at most topk - 1 complete segments before: as many as MoBA's."""
-        return sum(attended_pairs(length, self._options.block_size, self._options.topk) for length in lengths)
+        return sum(attended_pairs(length, self.options.block_size, self.options.topk) for length in lengths)
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Attention of both sublayers, the second one's projections, and its gate."""
-        return super().flops(lengths) + gate_flops(self.model, lengths, self._options.block_size)
+        return super().flops(model, lengths) + gate_flops(model, lengths, self.options.block_size)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved is what the second sublayer keeps without activation checkpointing: in 16 bits its input, queries,
         keys, values and output; in 32 its LSE, the selected segments and their lists."""
-        model = self.model
         queries = model.heads * model.head_width
         keys = model.kv_heads * model.head_width
         rows = model.hidden_size + 2 * queries + 2 * keys
-        saved = 2 * rows + 4 * model.heads + 2 * 4 * model.heads * self._options.history_segments
-        return super().token_bytes(batch)._replace(saved=saved)
-
-    @property
-    def _options(self) -> MobaV05Kind.Options:
-        assert isinstance(self.kind.options, MobaV05Kind.Options)
-        return self.kind.options
+        saved = 2 * rows + 4 * model.heads + 2 * 4 * model.heads * self.options.history_blocks
+        return super().token_bytes(model, batch)._replace(saved=saved)

@@ -10,7 +10,7 @@ C selected blocks of a query.
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from moba_train.attention.kernels.composed import BlockKernel, Join, Part, Rows
 from moba_train.attention.kind import MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.gate import gate_scores
-from moba_train.attention.moba.moba_kind import MobaCosts, MobaKind
+from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.config.base import Section
@@ -92,119 +92,6 @@ class WeightedSum(Join):
         return x_ED if self.weights_HTC is None else x_ED.mul_(part.by_slot(self.weights_HTC).unsqueeze(1))
 
 
-@dataclass(frozen=True)
-class SummedBlocks:
-    """Each query and head attends to its own block, causally, and to selected earlier blocks of its document; each of
-    them has a softmax of its own, and the results are added up, those of the selected blocks times their weights.
-
-    The selector gives block ids as for `BlockAttention` (attention.py), and the weights where there are any. `lse` is
-    the log-sum-exp over all keys.
-    """
-
-    block_size: int
-    scale: float
-    """Factor on the scores: positive, finite."""
-    backend: str
-    """auto, composed or reference."""
-    key: str
-    """YAML key of `backend`, for messages."""
-    weighted: bool = False
-    """True if `selection` is given weights; otherwise all are 1."""
-    own: bool = True
-    """True if queries attend to their own block; False: to selected ones only."""
-
-    def selection(
-        self, selected_HTC: Tensor, weights_HTC: Tensor | None, q_THD: Tensor, layout: Layout, kv_heads: int
-    ) -> Selection:
-        """(selected blocks, weights if there are any, what `composed` keeps with them).
-
-        `weights_HTC`: float32 or float64.
-        """
-        lists: Selection = ()
-        if self._composes(q_THD, layout):
-            lists = composed.block_lists(selected_HTC, layout, kv_heads, self.block_size)
-        return (selected_HTC, *([] if weights_HTC is None else [weights_HTC]), *lists)
-
-    def empty_selection(self, selected: int, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
-        """Tensors of the shapes and dtypes of `selection`'s for C = `selected`, contents undefined."""
-        shape = q_THD.shape[1], q_THD.shape[0]
-        selected_HTC = q_THD.new_empty((*shape, selected), dtype=torch.int32)
-        weights = [selected_HTC.new_empty(selected_HTC.shape, dtype=accumulation_dtype(q_THD.dtype))]
-        lists: Selection = ()
-        if self._can_compose(q_THD, layout):  # not kept: sizes may be symbolic in torch.compile's tracing
-            lists = composed.empty_block_lists(selected_HTC, layout, kv_heads, self.block_size)
-        return (selected_HTC, *(weights if self.weighted else []), *lists)
-
-    def attend(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
-    ) -> tuple[Tensor, Tensor]:
-        """out [T, H, D] and lse [H, T]."""
-        selected_HTC, join, lists = self._taken_apart(selection)
-        if self._composes(q_THD, layout):
-            made = selected_HTC, *lists
-            return composed.attend(
-                q_THD, k_SKD, v_SKD, layout, made, block_size=self.block_size, scale=self.scale, join=join
-            )
-        out_THD = torch.zeros(q_THD.shape, dtype=accumulation_dtype(q_THD.dtype), device=q_THD.device)
-        lse_HT = out_THD.new_full((q_THD.shape[1], q_THD.shape[0]), -torch.inf)
-        for mask, weight_HT in self._slots(selected_HTC, join.weights_HTC, layout):
-            part_THD, part_HT = masked_attend(q_THD, k_SKD, v_SKD, mask, self.scale, prefix=layout.is_whole)
-            out_THD += _times(part_THD, weight_HT)
-            lse_HT = torch.logaddexp(lse_HT, part_HT)
-        return out_THD.to(q_THD.dtype), lse_HT
-
-    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
-        """(dq, dk, dv) of `attend`; computes the results of each block again."""
-        selected_HTC, join, lists = self._taken_apart(selection)
-        if self._composes(state.q, layout):
-            made = selected_HTC, *lists
-            return composed.attend_backward(
-                state, layout, made, block_size=self.block_size, scale=self.scale, join=join
-            )
-        _, q_THD, k_SKD, v_SKD, _, _ = state
-        sums = [torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q_THD, k_SKD, v_SKD)]
-        for mask, weight_HT in self._slots(selected_HTC, join.weights_HTC, layout):
-            # The state's out and lse are those of the sum; the gradient of a block's softmax needs the block's.
-            out, lse = masked_attend(q_THD, k_SKD, v_SKD, mask, self.scale, prefix=layout.is_whole)
-            own = state._replace(dout=_times(state.dout, weight_HT).to(q_THD.dtype), out=out, lse=lse)
-            grads = masked_attend_backward(own, mask, self.scale, prefix=layout.is_whole)
-            for total, grad in zip(sums, grads, strict=True):
-                total += grad
-        dq, dk, dv = (total.to(x.dtype) for total, x in zip(sums, (q_THD, k_SKD, v_SKD), strict=True))
-        return dq, dk, dv
-
-    def _taken_apart(self, selection: Selection) -> tuple[Tensor, WeightedSum, Selection]:
-        """(selected blocks, how they are joined, the lists of `composed`)."""
-        weights = selection[1] if self.weighted else None
-        return selection[0], WeightedSum(weights, self.own), selection[1 + self.weighted :]
-
-    def _slots(
-        self, selected_HTC: Tensor, weights_HTC: Tensor | None, layout: Layout
-    ) -> Iterator[tuple[Mask, Tensor | None]]:
-        """The mask and the weight of one block of each query after the other: the own one, then the selected ones."""
-        if self.own:
-            yield selected_mask(selected_HTC[..., :0], layout, self.block_size), None
-        for slot in range(selected_HTC.shape[2]):
-            mask = selected_mask(selected_HTC[..., slot : slot + 1], layout, self.block_size, diagonal=False)
-            yield mask, None if weights_HTC is None else weights_HTC[..., slot]
-
-    def _composes(self, q_THD: Tensor, layout: Layout) -> bool:
-        """True if composed.py takes the call, False if the plain PyTorch below does; kept with the layout."""
-        key = ("summed blocks compose", self, q_THD.shape, q_THD.dtype, q_THD.device)
-        return layout.cached(key, lambda: self._can_compose(q_THD, layout))
-
-    def _can_compose(self, q_THD: Tensor, layout: Layout) -> bool:
-        if self.backend == "reference" or (self.backend == "auto" and not q_THD.is_cuda):
-            return False
-        refused = composed.refuses(q_THD, layout, self.block_size)
-        if refused and self.backend == "composed" and composed.composes(layout, self.block_size):
-            raise ValueError(f"{self.key}: 'composed' cannot run this call: {refused}; use 'auto'")
-        if refused and q_THD.is_cuda:
-            slow = f"{self.key}: {self.backend} takes plain PyTorch, which is very much slower than the kernels"
-            warnings.warn(f"{slow}: {refused}", stacklevel=2)  # shown once per place, Python's default
-        return not refused
-
-
 def _times(x_THD: Tensor, weight_HT: Tensor | None) -> Tensor:
     return x_THD if weight_HT is None else x_THD * weight_HT.T.unsqueeze(-1)
 
@@ -215,10 +102,11 @@ NO_TRITON_SUMS = "which has no kernels for sums over blocks; allowed here: auto,
 class SummedByUnit(BlocksByUnit):
     """One block at a time: the results are added up with their weights."""
 
+    attention: "SummedMoba"
+
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
         """(selected blocks, weights [H, T, 1 + C] of the own block and of these)."""
         assert summaries is not None
-        assert isinstance(self.attention, SummedMoba)
         (units_HTC,) = super().select(q_THD, summaries, layout)
         return units_HTC, self.attention.unit_weights(units_HTC, q_THD, summaries)
 
@@ -230,34 +118,33 @@ class SummedByUnit(BlocksByUnit):
 
     def attend_own(self, q_UHD: Tensor, k_UKD: Tensor, v_UKD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """(out [U, H, D], lse [H, U]) over the own blocks; (0, -inf) where queries do not attend to them."""
-        assert isinstance(self.attention, SummedMoba)
-        return super().attend_own(q_UHD, k_UKD, v_UKD, layout) if self.attention.sums.own else nothing_seen(q_UHD)
+        return super().attend_own(q_UHD, k_UKD, v_UKD, layout) if self.attention.own else nothing_seen(q_UHD)
 
     def attend_own_backward(self, state: BackwardState, layout: Layout) -> Gradients:
         """(dq, dk, dv) of `attend_own`."""
-        assert isinstance(self.attention, SummedMoba)
-        if self.attention.sums.own:
+        if self.attention.own:
             return super().attend_own_backward(state, layout)
         wide = accumulation_dtype(state.q.dtype)
         return torch.zeros_like(state.q), torch.zeros_like(state.k, dtype=wide), torch.zeros_like(state.v, dtype=wide)
 
 
 class SummedMoba(MobaAttention, OffersUnits):
-    """MoBA's gate, with the results of the own block and of the selected ones added up.
+    """MoBA's gate, with the results of the own block and of the selected ones added up: each has a softmax of its own.
 
     With `gated`, the selected blocks' results are weighted by the softmax of their gates, in the units of attention's
     scaled scores; the own block, whose mean key would tell of later tokens, counts once. As the selection, the weights
-    carry no gradient. Without `own`, queries do not attend to their own block.
+    carry no gradient. Without `own`, queries do not attend to their own block. `lse` is the log-sum-exp over all keys.
     """
 
-    def __init__(self, options: Section, head_dim: int, *, section: str, gated: bool = False, own: bool = True) -> None:
+    def __init__(
+        self, options: MobaAttention.Options, head_dim: int, *, section: str, gated: bool = False, own: bool = True
+    ) -> None:
         """Raises ValueError for a backend that has no kernels for sums. `section`: YAML path of the options."""
         super().__init__(options, head_dim, section=section)
-        if self.options.backend == "triton":
+        if self.backend == "triton":
             raise ValueError(f"{section}.backend: 'triton' given, {NO_TRITON_SUMS}")
-        self.sums = SummedBlocks(
-            self.block_size, self.scale, self.options.backend, f"{section}.backend", weighted=gated, own=own
-        )
+        self.gated = gated
+        self.own = own
         self.facts = self.facts._replace(merges=False, decodes_full=False)
 
     @property
@@ -266,11 +153,15 @@ class SummedMoba(MobaAttention, OffersUnits):
         return SummedByUnit(self, self.options.history_blocks)
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """The selected history blocks, their weights if the gates weigh them, and what the backend makes of them."""
+        """The selected history blocks, their float32 or float64 weights if the gates weigh them, and what `composed`
+        keeps with them."""
         assert summaries is not None
         selected_HTC = self.select_blocks(q_THD, summaries, layout)
-        weights_HTC = self.weights(selected_HTC, q_THD, summaries) if self.sums.weighted else None
-        return self.sums.selection(selected_HTC, weights_HTC, q_THD, layout, kv_heads=summaries.shape[1])
+        weights = [self.weights(selected_HTC, q_THD, summaries)] if self.gated else []
+        lists: Selection = ()
+        if self._composes(q_THD, layout):
+            lists = composed.block_lists(selected_HTC, layout, summaries.shape[1], self.block_size)
+        return (selected_HTC, *weights, *lists)
 
     def weights(self, selected_HTC: Tensor, q_THD: Tensor, summaries: Tensor) -> Tensor:
         """The softmax of the selected blocks' gates, [H, T, C]; 0 for slots without a block."""
@@ -290,25 +181,55 @@ class SummedMoba(MobaAttention, OffersUnits):
 
     def unit_weights(self, selected_HTC: Tensor, q_THD: Tensor, summaries: Tensor) -> Tensor:
         """The weights of the own block and of the selected ones, [H, T, 1 + C]; 0 for slots without a block."""
-        if self.sums.weighted:
+        if self.gated:
             weights_HTC = self.weights(selected_HTC, q_THD, summaries)
         else:
             weights_HTC = (selected_HTC >= 0).to(accumulation_dtype(q_THD.dtype))
-        return F.pad(weights_HTC, (1, 0), value=float(self.sums.own))
+        return F.pad(weights_HTC, (1, 0), value=float(self.own))
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
-        return self.sums.empty_selection(self._listed(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
+        selected_HTC = q_THD.new_empty((q_THD.shape[1], len(q_THD), self._listed(layout)), dtype=torch.int32)
+        wide = accumulation_dtype(q_THD.dtype)
+        weights = [selected_HTC.new_empty(selected_HTC.shape, dtype=wide)] if self.gated else []
+        lists: Selection = ()
+        if self._can_compose(q_THD, layout):  # not kept: sizes may be symbolic in torch.compile's tracing
+            lists = composed.empty_block_lists(selected_HTC, layout, k_SKD.shape[1], self.block_size)
+        return (selected_HTC, *weights, *lists)
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D], lse [H, T]) over the own and the selected blocks, all of whose keys are given."""
-        return self.sums.attend(q_THD, k_SKD, v_SKD, layout, selection)
+        selected_HTC, join, made = self._taken_apart(selection)
+        sizes: dict[str, Any] = {"block_size": self.block_size, "scale": self.scale}
+        if self._composes(q_THD, layout):
+            return composed.attend(q_THD, k_SKD, v_SKD, layout, made, **sizes, join=join)
+        out_THD = torch.zeros(q_THD.shape, dtype=accumulation_dtype(q_THD.dtype), device=q_THD.device)
+        lse_HT = out_THD.new_full((q_THD.shape[1], q_THD.shape[0]), -torch.inf)
+        for mask, weight_HT in self._slots(selected_HTC, join.weights_HTC, layout):
+            part_THD, part_HT = masked_attend(q_THD, k_SKD, v_SKD, mask, self.scale, prefix=layout.is_whole)
+            out_THD += _times(part_THD, weight_HT)
+            lse_HT = torch.logaddexp(lse_HT, part_HT)
+        return out_THD.to(q_THD.dtype), lse_HT
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
-        """(dq, dk, dv) of `attend`."""
-        return self.sums.attend_backward(state, layout, selection)
+        """(dq, dk, dv) of `attend`; computes the results of each block again."""
+        selected_HTC, join, made = self._taken_apart(selection)
+        sizes: dict[str, Any] = {"block_size": self.block_size, "scale": self.scale}
+        if self._composes(state.q, layout):
+            return composed.attend_backward(state, layout, made, **sizes, join=join)
+        _, q_THD, k_SKD, v_SKD, _, _ = state
+        sums = [torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q_THD, k_SKD, v_SKD)]
+        for mask, weight_HT in self._slots(selected_HTC, join.weights_HTC, layout):
+            # The state's out and lse are those of the sum; the gradient of a block's softmax needs the block's.
+            out, lse = masked_attend(q_THD, k_SKD, v_SKD, mask, self.scale, prefix=layout.is_whole)
+            own = state._replace(dout=_times(state.dout, weight_HT).to(q_THD.dtype), out=out, lse=lse)
+            grads = masked_attend_backward(own, mask, self.scale, prefix=layout.is_whole)
+            for total, grad in zip(sums, grads, strict=True):
+                total += grad
+        dq, dk, dv = (total.to(x.dtype) for total, x in zip(sums, (q_THD, k_SKD, v_SKD), strict=True))
+        return dq, dk, dv
 
     def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
         """(out [B, H, D], lse [H, B]) of the newest token of each sequence, as training attends."""
@@ -317,6 +238,38 @@ class SummedMoba(MobaAttention, OffersUnits):
     def is_full(self, layout: Layout) -> bool:
         """Never: a sum of softmaxes is not full attention, however many blocks are selected."""
         return False
+
+    def _taken_apart(self, selection: Selection) -> tuple[Tensor, WeightedSum, Selection]:
+        """(selected blocks, how they are joined, the selection as `composed` takes it)."""
+        weights = selection[1] if self.gated else None
+        return selection[0], WeightedSum(weights, self.own), (selection[0], *selection[1 + self.gated :])
+
+    def _slots(
+        self, selected_HTC: Tensor, weights_HTC: Tensor | None, layout: Layout
+    ) -> Iterator[tuple[Mask, Tensor | None]]:
+        """The mask and the weight of one block of each query after the other: the own one, then the selected ones."""
+        if self.own:
+            yield selected_mask(selected_HTC[..., :0], layout, self.block_size), None
+        for slot in range(selected_HTC.shape[2]):
+            mask = selected_mask(selected_HTC[..., slot : slot + 1], layout, self.block_size, diagonal=False)
+            yield mask, None if weights_HTC is None else weights_HTC[..., slot]
+
+    def _composes(self, q_THD: Tensor, layout: Layout) -> bool:
+        """True if composed.py takes the call, False if the plain PyTorch above does; kept with the layout."""
+        key = ("summed blocks compose", self, q_THD.shape, q_THD.dtype, q_THD.device)
+        return layout.cached(key, lambda: self._can_compose(q_THD, layout))
+
+    def _can_compose(self, q_THD: Tensor, layout: Layout) -> bool:
+        if self.backend == "reference" or (self.backend == "auto" and not q_THD.is_cuda):
+            return False
+        refused = composed.refuses(q_THD, layout, self.block_size)
+        key = self.blocks.key
+        if refused and self.backend == "composed" and composed.composes(layout, self.block_size):
+            raise ValueError(f"{key}: 'composed' cannot run this call: {refused}; use 'auto'")
+        if refused and q_THD.is_cuda:
+            slow = f"{key}: {self.backend} takes plain PyTorch, which is very much slower than the kernels"
+            warnings.warn(f"{slow}: {refused}", stacklevel=2)  # shown once per place, Python's default
+        return not refused
 
 
 class MobaV1Kind(MobaKind):
@@ -333,6 +286,8 @@ class MobaV1Kind(MobaKind):
             "mean of the others, weighted by the softmax of their gates; softmax: one softmax over all keys, as moba",
         )
 
+    options: Options
+
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
         """Problems of MoBA, and Triton kernels for sums, which do not exist."""
@@ -342,27 +297,17 @@ class MobaV1Kind(MobaKind):
             options = options.model_copy(update={"backend": "auto"})
         yield from super().problems(options, context)
 
-    def _attention(self, options: MobaAttention.Options) -> MobaAttention:
-        assert isinstance(options, MobaV1Kind.Options)
-        if options.merge == "softmax":
-            return super()._attention(options)
-        section = f"attention.{self.name}"
-        return SummedMoba(options, self.head_dim, section=section, gated=options.merge == "gate")
+    def _attention(self) -> MobaAttention:
+        merge = self.options.merge
+        if merge == "softmax":
+            return super()._attention()
+        return SummedMoba(self.options, self.head_dim, section=f"attention.{self.name}", gated=merge == "gate")
 
-    def costs(self, model: ModelConfig) -> "MobaV1Costs":
-        """Costs of MoBA, with the weights of blocks."""
-        return MobaV1Costs(self, model)
-
-
-class MobaV1Costs(MobaCosts):
-    """Costs of a layer whose blocks have a softmax each."""
-
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved are the selected block ids and their inverse lists, int32 each, and the weights by gates, float32."""
-        options = self.kind.options
-        assert isinstance(options, MobaV1Kind.Options)
+        options = self.options
         if options.merge != "softmax":  # short sequences also select
             batch = batch._replace(seq_len=max(batch.seq_len, options.topk * options.block_size + 1))
-        found = super().token_bytes(batch)
-        weights = 4 * self.model.heads * options.history_blocks if options.merge == "gate" else 0
+        found = super().token_bytes(model, batch)
+        weights = 4 * model.heads * options.history_blocks if options.merge == "gate" else 0
         return found._replace(saved=found.saved + weights)

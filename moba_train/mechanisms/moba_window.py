@@ -20,7 +20,7 @@ from moba_train.attention.kernels.common.geometry import KeySpans
 from moba_train.attention.kernels.common.selection import Choice, key_share, selection_statistics
 from moba_train.attention.kind import MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
-from moba_train.attention.moba.moba_kind import MobaCosts, MobaKind, attended_pairs
+from moba_train.attention.moba.moba_kind import MobaKind, attended_pairs
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.attention.statistics import Statistics
@@ -75,10 +75,11 @@ class BlocksAndWindow(BlockAttention):
 class WindowByUnit(BlocksByUnit):
     """One block at a time: the window's blocks are units that every query selects."""
 
+    attention: "MobaWindowAttention"
+
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """A tensor of the shape and dtype of `select`'s, contents undefined."""
         (units_HTC,) = super().empty_selection(q_THD, k_SKD, layout)
-        assert isinstance(self.attention, MobaWindowAttention)
         if self.attention.is_full(layout):
             return (units_HTC,)
         heads, tokens, selected = units_HTC.shape
@@ -111,9 +112,8 @@ class MobaWindowAttention(MobaAttention, OffersUnits):
 
     blocks: BlocksAndWindow
 
-    def __init__(self, options: Section, head_dim: int, *, section: str) -> None:
+    def __init__(self, options: Options, head_dim: int, *, section: str) -> None:
         super().__init__(options, head_dim, section=section)
-        assert isinstance(options, MobaWindowAttention.Options)
         if problems := [*options.contradictions()]:
             raise ValueError("; ".join(problems))
         self.local_blocks = 1 + options.window // options.block_size
@@ -151,6 +151,7 @@ class MobaWindowKind(MobaKind):
 
     name = "moba_window"
     Options = MobaWindowAttention.Options
+    options: MobaWindowAttention.Options
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
@@ -160,28 +161,15 @@ class MobaWindowKind(MobaKind):
             yield f"{problem} ({context.layers})"
         yield from super().problems(options, context)
 
-    def _attention(self, options: MobaAttention.Options) -> MobaWindowAttention:
-        return MobaWindowAttention(options, self.head_dim, section=f"attention.{self.name}")
+    def _attention(self) -> MobaWindowAttention:
+        return MobaWindowAttention(self.options, self.head_dim, section=f"attention.{self.name}")
 
-    def costs(self, model: ModelConfig) -> "MobaWindowCosts":
-        """Costs of MoBA and of the window."""
-        return MobaWindowCosts(self, model)
-
-
-class MobaWindowCosts(MobaCosts):
-    """Costs of a layer with MoBA and a window."""
-
-    @property
-    def _window(self) -> int:
-        assert isinstance(self.kind.options, MobaWindowAttention.Options)
-        return self.kind.options.window
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """MoBA's, with the window's blocks among those of every query."""
-        options = self.kind.moba_options
-        blocks = options.topk + self._window // options.block_size
+        options = self.options
+        blocks = options.topk + options.window // options.block_size
         return sum(attended_pairs(length, options.block_size, blocks) for length in lengths)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """MoBA's: ids of the window's blocks are not kept."""
-        return super().token_bytes(batch._replace(seq_len=batch.seq_len - self._window))
+        return super().token_bytes(model, batch._replace(seq_len=batch.seq_len - self.options.window))

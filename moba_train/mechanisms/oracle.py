@@ -24,7 +24,7 @@ from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kernels.common.geometry import QueryBlocks
 from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.kernels.table import TRITON
-from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.kind import AttentionKind, LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
@@ -54,8 +54,7 @@ class IdealAttention(LocalAttention):
             ("current",), description="blocks that are selected whatever their probability; they count towards topk"
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
-        assert isinstance(options, IdealAttention.Options)
+    def __init__(self, options: Options, head_dim: int) -> None:
         self.options = options
         self.full = FullAttention(FullAttention.Options(), head_dim)
         # Kernels of short blocks take any sizes that those of MoBA do not.
@@ -110,16 +109,14 @@ class OracleKind(AttentionKind):
     name = "oracle"
     Options = IdealAttention.Options
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: IdealAttention.Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
         self.ideal = IdealAttention(options, head_dim)
         self.full = FullAttention(FullAttention.Options(), head_dim)
-        self.attentions = ()
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: IdealAttention.Options, context: StageContext) -> Iterator[str]:
         """More forced blocks than are attended to, and a block longer than the sequence."""
-        assert isinstance(options, IdealAttention.Options)
         forced = {"current", *options.always}
         if len(forced) > options.topk:
             yield f"topk: given {options.topk} {context.layers}; allowed: at least the {len(forced)} blocks of always"
@@ -134,29 +131,19 @@ class OracleKind(AttentionKind):
         out_nHD, _ = shard.attend(q_nHD, k_TKD, v_TKD, self.full if attends_to_all(shard) else self.ideal)
         return padded(out_nHD, len(layer.x_TD)), None
 
-    def costs(self, model: ModelConfig) -> "OracleCosts":
-        """Costs of full attention's scores and of attention to the selected blocks."""
-        return OracleCosts(self, model)
-
-
-class OracleCosts(KindCosts):
-    """Costs of a layer whose selection is ideal."""
-
-    kind: OracleKind
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Own blocks up to the query, and at most topk - 1 complete blocks before."""
-        options = self.kind.ideal.options
+        options = self.ideal.options
         return sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Attention, and the scores of all keys, in both passes: 2 H d a pair each."""
-        return super().flops(lengths) + 4.0 * self.model.heads * self.model.head_width * full_pairs(lengths)
+        return super().flops(model, lengths) + 4.0 * model.heads * model.head_width * full_pairs(lengths)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Keys and values are gathered, of the whole sequence, and then are there once for each that selects, as are
         their gradients; in a group these are summed in float32."""
-        width = self.model.kv_heads * self.model.head_width
-        by_head = 4 * batch.width * self.model.heads * self.model.head_width
-        workspace = batch.cp * (by_head if self.kind.ideal.options.select == "head" else 2 * 4 * width)
+        width = model.kv_heads * model.head_width
+        by_head = 4 * batch.width * model.heads * model.head_width
+        workspace = batch.cp * (by_head if self.ideal.options.select == "head" else 2 * 4 * width)
         return TokenBytes(gathered=2 * batch.width * width, workspace=workspace)

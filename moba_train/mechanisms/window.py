@@ -28,8 +28,8 @@ from moba_train.attention.kernels.common.reference import (
 )
 from moba_train.attention.kernels.table import call_problem
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
-from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, TokenBytes
-from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
+from moba_train.attention.kind import AttentionKind, KindFacts, MicroBatch, TokenBytes
+from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges, kept
 from moba_train.attention.protocol import (
     AttentionFacts,
     BackwardState,
@@ -106,11 +106,10 @@ def bands(q_ranges: TokenRanges, k_ranges: TokenRanges, window: int, tile: int) 
 def sink_bands(layout: Layout, window: int, sinks: int, tile: int) -> Iterator[Band]:
     """Bands of at most `tile` queries with every pair of a query and a sink behind the query's window: of the first
     `sinks` tokens of its document. Sinks in the window belong to `bands`."""
-    key_ranges = (TokenRange(0, layout.total),) if layout.k_ranges is None else joined_ranges(layout.k_ranges)
     for document, end in pairwise(layout.edges):
         behind = document + window  # the first query that lacks a token of its document
         key_row = 0
-        for begin, stop in key_ranges:
+        for begin, stop in joined_ranges(layout.key_ranges):
             keys = TokenRange(max(begin, document), min(stop, document + sinks))
             key_rows = slice(key_row + keys.start - begin, key_row + keys.stop - begin)
             key_row += stop - begin
@@ -123,6 +122,21 @@ def sink_bands(layout: Layout, window: int, sinks: int, tile: int) -> Iterator[B
                     rows = slice(row + queries.start - first, row + queries.stop - first)
                     yield Band(queries, keys, rows, key_rows, sinks=True)
                 row += last - first
+
+
+@kept
+def _all_bands(layout: Layout, window: int, sinks: int, tile: int) -> list[Band]:
+    """`bands` and, with sinks, `sink_bands`."""
+    of_sinks = sink_bands(layout, window, sinks, tile) if sinks else ()
+    return [*bands(layout.query_ranges, layout.key_ranges, window, tile), *of_sinks]
+
+
+@kept
+def _spans(layout: Layout, window: int, sinks: int) -> KeySpans:
+    """The keys of each query, for the kernels of spans."""
+    starts_T = layout.cu_seqlens.long()[layout.q_documents]
+    first_T = torch.maximum(layout.q_tokens - (window - 1), starts_T)
+    return window_sinks.with_sinks(key_spans(first_T, layout), first_T, layout, sinks, window)
 
 
 class WindowAttention(LocalAttention):
@@ -201,19 +215,11 @@ class WindowAttention(LocalAttention):
 
     def _calls(self, q_THD: Tensor, layout: Layout) -> list[tuple[Band, type[VarlenKernel] | None]]:
         """The bands of a layout, each with the kernel for it; None: kernels/common/reference.py."""
-        everything = (TokenRange(0, layout.total),)
-        q_ranges = everything if layout.q_ranges is None else layout.q_ranges
-        k_ranges = everything if layout.k_ranges is None else layout.k_ranges
         kernel = self._kernel(q_THD, layout)
         # A masked call computes all scores of its tile, so tiles of about the window waste half; a kernel skips what is
         # masked.
         tile = max(self.window, _LEAST_TILE) if kernel is None else max(1, layout.total)
-
-        def make() -> list[Band]:
-            sinks = sink_bands(layout, self.window, self.sinks, tile) if self.sinks else ()
-            return [*bands(q_ranges, k_ranges, self.window, tile), *sinks]
-
-        found = layout.cached(("window bands", self.window, self.sinks, tile), make)
+        found = _all_bands(layout, self.window, self.sinks, tile)
         return [(band, kernel if band.fits_kernels else None) for band in found]
 
     def takes_spans(self, q_THD: Tensor, layout: Layout) -> bool:
@@ -223,15 +229,9 @@ class WindowAttention(LocalAttention):
 
     def _selection_and_spans(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> tuple[Selection, KeySpans]:
         """No selected block, and the keys of each query."""
-
-        def make() -> KeySpans:
-            starts_T = layout.cu_seqlens.long()[layout.q_documents]
-            first_T = torch.maximum(layout.q_tokens - (self.window - 1), starts_T)
-            return window_sinks.with_sinks(key_spans(first_T, layout), first_T, layout, self.sinks, self.window)
-
         selected_HT0 = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], 0), dtype=torch.int32)
         selection = self.blocks.selection(selected_HT0, q_THD, layout, k_SKD.shape[1])
-        return selection, layout.cached(("window spans", self.window, self.sinks), make)
+        return selection, _spans(layout, self.window, self.sinks)
 
     def _kernel(self, q_THD: Tensor, layout: Layout) -> type[VarlenKernel] | None:
         """The kernel for queries like these; None: there is none."""
@@ -284,35 +284,24 @@ class WindowKind(AttentionKind):
             "cannot run; reference: plain PyTorch",
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, WindowKind.Options)
         self.window = options.window
         self.sinks = options.sinks
         self.attentions = (WindowAttention(options.window, head_dim, options.backend, options.sinks),)
 
-    def costs(self, model: ModelConfig) -> "WindowCosts":
-        """Costs of attention to a window and sinks."""
-        return WindowCosts(self, model)
-
-
-class WindowCosts(KindCosts):
-    """Costs of a layer with a sliding window."""
-
-    kind: WindowKind
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Those of full attention inside the window, then a window for each token, and the sinks behind it."""
         return sum(map(self._pairs_of_document, lengths))
 
     def _pairs_of_document(self, length: int) -> float:
-        outside = max(0, length - self.kind.window)  # queries that have tokens behind their window
-        growing = min(outside, self.kind.sinks)  # of these, queries that have 1, 2, ... sinks behind it
-        sinks = growing * (growing + 1) / 2 + (outside - growing) * self.kind.sinks
-        inside = min(length, self.kind.window)
-        return inside**2 / 2 + outside * (self.kind.window - 0.5) + sinks
+        outside = max(0, length - self.window)  # queries that have tokens behind their window
+        growing = min(outside, self.sinks)  # of these, queries that have 1, 2, ... sinks behind it
+        sinks = growing * (growing + 1) / 2 + (outside - growing) * self.sinks
+        inside = min(length, self.window)
+        return inside**2 / 2 + outside * (self.window - 0.5) + sinks
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Gradients of keys and values are summed in float32. Copies of the sinks for groups of queries, up to 128 of
         them a tenth of that, are not counted."""
-        return TokenBytes(workspace=4 * 2 * self.model.kv_heads * self.model.head_width)
+        return TokenBytes(workspace=4 * 2 * model.kv_heads * model.head_width)

@@ -15,13 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.layout import TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.attention.shard import padded
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.context.transport.base import ShardedCall, padded_lse, sum_dtype
+from moba_train.parallel.context.transport.base import ShardedCall, padded_lse
 
 
 class Edges(NamedTuple):
@@ -104,7 +105,7 @@ class EdgeExchange:
         q_nHD = q_LHD[: self._tokens]
         k_SKD, v_SKD = self._keys_and_values(k_LKD, v_LKD)
         if not self._tokens:
-            nothing_H0 = q_LHD.new_empty(q_LHD.shape[1], 0, dtype=sum_dtype(q_LHD.dtype))
+            nothing_H0 = q_LHD.new_empty(q_LHD.shape[1], 0, dtype=accumulation_dtype(q_LHD.dtype))
             return torch.zeros_like(q_LHD), padded_lse(nothing_H0, len(q_LHD)), ()
         selection = self._attention.select(q_nHD, None, self._part)
         out_nHD, lse_Hn = self._attention.attend(q_nHD, k_SKD, v_SKD, self._part, selection)
@@ -124,7 +125,7 @@ class EdgeExchange:
         back_exD = self._communicator.all_to_all_uneven(
             both_SxD[tokens:].contiguous(), found.received_rows, found.sent_rows
         )
-        sum_LxD = both_SxD.new_zeros((len(state.k), *both_SxD.shape[1:]), dtype=sum_dtype(both_SxD.dtype))
+        sum_LxD = both_SxD.new_zeros((len(state.k), *both_SxD.shape[1:]), dtype=accumulation_dtype(both_SxD.dtype))
         sum_LxD[:tokens] = both_SxD[:tokens].to(sum_LxD.dtype)
         sum_LxD.index_add_(0, found.sent_e, back_exD.to(sum_LxD.dtype))
         dk_LKD, dv_LKD = sum_LxD.to(state.k.dtype).chunk(2, 1)

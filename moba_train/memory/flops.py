@@ -116,4 +116,4 @@ def real_flops(model: ModelConfig, layers: Sequence[LayerAttention], lengths: Se
 def layer_flops(model: ModelConfig, layer: LayerAttention, lengths: Sequence[int]) -> float:
     """FLOPs of one layer's attention in documents of these lengths, without its four projections."""
     (kind,) = build_attention([layer], model.head_width)
-    return kind.costs(model).flops(lengths)
+    return kind.flops(model, lengths)

@@ -104,7 +104,7 @@ class LayerMemory:
         self._ep = stage.parallel.ep
         kinds = build_attention(stage.attention, model.head_width)
         batch = MicroBatch(width, stage.seq_len, self.tokens, sizes.cp, sizes.tp)
-        costs = [kind.costs(model).token_bytes(batch) for kind in kinds]
+        costs = [kind.token_bytes(model, batch) for kind in kinds]
         self._saved = [cost.saved for cost in costs]
         self._workspace = [cost.workspace for cost in costs]
         # What a kind gathers of other ranks' tokens is kept like its own activations, for each of this rank's tokens.

@@ -94,17 +94,17 @@ class RegisteredFeedForward(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def costs(cls, options: Section, model: ModelConfig) -> FeedForwardCosts:
+    def costs(cls, options: Any, model: ModelConfig) -> FeedForwardCosts:
         """Costs of a layer."""
 
     @classmethod
     @abstractmethod
-    def function(cls, options: Section) -> dict[str, Any]:
+    def function(cls, options: Any) -> dict[str, Any]:
         """The options by path that shape the layer's function and its parameters, without `layers`, and without those
         that only train it."""
 
     @classmethod
-    def adding_buffers(cls, options: Section) -> dict[str, Any]:
+    def adding_buffers(cls, options: Any) -> dict[str, Any]:
         """The options by path that give the layer buffers. A run may add these, as zeros, to the model that it begins
         with (`init_from`), but may not drop them."""
         return {}
@@ -149,7 +149,7 @@ def each_kind(model: nn.Module) -> Iterator[tuple[Any, Section, dict[int, Regist
     """For each registered feed-forward of a `Transformer`'s recipe: its `steps`, its section, and its modules here by
     layer, if any; the same on all ranks of a pipeline."""
     found = registered_modules(model)
-    for name, options in cast(ModelConfig, model.config).given_feed_forwards.items():
+    for name, options in cast(ModelConfig, model.config).given_members.items():
         kind = FEED_FORWARDS[name]
         yield kind.steps, options, {layer: module for layer, module in found.items() if type(module) is kind}
 

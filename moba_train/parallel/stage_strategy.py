@@ -41,7 +41,7 @@ def stage_costs(
     costs = {}
     for layer, kind in zip(stage.attention, build_attention(stage.attention, model.head_width), strict=True):
         batch = MicroBatch(element_bytes, stage.seq_len, shape.tokens // strategy.ranks, strategy.ranks)
-        gathered = kind.costs(model).token_bytes(batch).gathered
+        gathered = kind.token_bytes(model, batch).gathered
         exchanges = [attention.facts.exchange for attention in kind.attentions]
         if gathered is not None:
             costs[layer] = gather_cost(strategy, shape.tokens, gathered / stage.parallel.tp)

@@ -10,8 +10,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.attention import AttentionConfig, LayerAttention, merge_attention, resolve_layers
 from moba_train.config.layers import layer_ids
 from moba_train.config.model import ModelConfig
-from moba_train.config.parallel import ParallelConfig
-from moba_train.config.schema import StageConfig
+from moba_train.config.schema import RunConfig
 from moba_train.config.stages import merge_parallel
 from moba_train.errors import ConfigError, named_layers
 from moba_train.model.spec import describe_shapes
@@ -20,18 +19,10 @@ _THESE_LAYERS = "in these layers"
 """Stands for the layers in a kind's problem until all layers with that problem are known."""
 
 
-def attention_problems(
-    model: ModelConfig,
-    recipe: AttentionConfig,
-    stages: Sequence[StageConfig],
-    parallel: ParallelConfig,
-    device: str | None,
-    deterministic: bool = False,
-    allow_idle: bool = False,
-    training: bool = True,
-) -> Iterator[str]:
-    """Unknown kinds, layers and options of `recipe` and of the stages' own attention, and limits of the kinds on
+def attention_problems(config: RunConfig, device: str | None, *, allow_idle: bool, training: bool) -> Iterator[str]:
+    """Unknown kinds, layers and options of the recipe's attention and of the stages' own, and limits of the kinds on
     `device`; with `allow_idle` without options that no layer reads, without `training` only what evaluation needs."""
+    model, recipe = config.model, config.attention
     try:
         resolve_layers(recipe, model.layers)
         recipe_problems: list[str] = []
@@ -41,7 +32,7 @@ def attention_problems(
     used: dict[int, set[str]] = defaultdict(set)
     all_resolved = not recipe_problems
     shapes: dict[tuple[str, int], tuple[str, dict[str, torch.Size]]] = {}
-    for index, stage in enumerate(stages):
+    for index, stage in enumerate(config.stages):
         merged = merge_attention(recipe, stage.attention)
         try:
             layers = resolve_layers(merged, model.layers)
@@ -50,19 +41,11 @@ def attention_problems(
             inherited = set(recipe_problems)
             yield from (f"stages[{index}].attention.{text}" for text in error.problems if text not in inherited)
         else:
-            merged_parallel = merge_parallel(parallel, stage.parallel)
-            context = StageContext(
-                model,
-                stage.seq_len,
-                merged_parallel.cp,
-                merged_parallel.tp,
-                deterministic,
-                device,
-                _THESE_LAYERS,
-                training,
-            )
+            parallel = merge_parallel(config.parallel, stage.parallel)
+            sizes = stage.seq_len, parallel.cp, parallel.tp
+            context = StageContext(model, *sizes, config.deterministic, device, _THESE_LAYERS, training)
             yield from _kind_problems(context, layers, index)
-            yield from _parameter_problems(model, parallel.tp, stage.name, layers, index, shapes)
+            yield from _parameter_problems(model, config.parallel.tp, stage.name, layers, index, shapes)
             for layer, attention in enumerate(layers):
                 used[layer].add(attention.kind)
             if stage.attention is not None and not allow_idle:

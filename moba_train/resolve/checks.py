@@ -9,14 +9,10 @@ from pathlib import Path
 import torch
 
 from moba_train.checkpoint.recipe import checkpoint_folders
-from moba_train.config.checkpoint import CheckpointConfig
-from moba_train.config.data import SourceConfig
 from moba_train.config.layers import layer_ids
 from moba_train.config.mesh import WorldSize, allowed_divisors
 from moba_train.config.model import LayerRope, ModelConfig, RopeConfig
 from moba_train.config.optim import OptimConfig, ScheduleConfig
-from moba_train.config.parallel import ParallelConfig
-from moba_train.config.precision import MemoryConfig, PrecisionConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import ALL_PARAMETERS, Stage, merge_rope
 from moba_train.errors import named_layers
@@ -61,39 +57,30 @@ def part_problems(
     """Problems of the recipe's parts and of their combinations, each named by its key. Without any, its stages can be
     resolved. Arguments as in `resolve.run.resolve`."""
     model = config.model
-    parallel = config.parallel
     ranks_per_node = world.ranks_per_node if world is not None else None
     here = _type_here(device)
-    attention = attention_problems(
-        model, config.attention, config.stages, parallel, here, config.deterministic, allow_idle, training
-    )
     problems = [
         *_model_problems(model, allow_idle),
         *_rope_problems(model.rope, model, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
         *_objective_problems(config),
-        *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
-        *_precision_problems(config.precision, parallel, config.compile, here, device),
+        *_schedule_problems(config),
+        *_precision_problems(config, here, device),
         *_optimizer_problems(config.optim, here if training else None),
         *OPTIMIZERS[config.optim.kind].problems(config),
         *_adapter_problems(config),
-        *attention,
+        *attention_problems(config, here, allow_idle=allow_idle, training=training),
         *length_problems(config.data, config.stages),
         *tensor_problems(config, ranks_per_node, training),
     ]
     if not allow_idle:
-        problems += _memory_problems(
-            config.memory, config.activation_checkpointing, config.activation_offload, parallel
-        )
+        problems += _memory_problems(config)
     if training:
-        validation = config.data.validation
-        checkpoint = config.checkpoint
-        problems += _fallback_problems(config.run_dir, checkpoint.fallback_dir)
-        problems += _save_problems(checkpoint, config.health.spike.reaction, config.evaluation.every, validation)
-        problems += _unevaluated_problems(checkpoint.keep_best, config.stages)
+        problems += _fallback_problems(config.run_dir, config.checkpoint.fallback_dir)
+        problems += _save_problems(config)
         problems += pipeline_problems(config)
-        if parallel.pp > 1:
-            problems += pipeline_evaluation_problems(config.evaluation, validation, parallel.pp)
+        if config.parallel.pp > 1:
+            problems += pipeline_evaluation_problems(config)
     return problems
 
 
@@ -106,10 +93,10 @@ def stage_problems(
     spec = run.setup.spec
     place = world.ranks_per_node if world is not None else None, _type_here(device)
     return [
-        *context_problems(config.model, stages, config.stages, config.precision, *place),
+        *context_problems(config, stages, *place),
         *row_problems(stages, [evaluated_sequences(run.evaluation, setting) for setting in settings]),
         *evaluation_problems(run.evaluation, settings),
-        *exit_problems(run.evaluation, settings, config.stages, run.optim.schedule),
+        *exit_problems(config, settings),
         *_layer_problems(config.model, stages),
         *_trainable_problems(spec, stages, () if allow_idle else config.optim.lr_factors),
         *(() if allow_idle else exclude_problems(spec, config.precision)),
@@ -139,7 +126,7 @@ def layout_problems(
         problems += batch_problems(index, stage, config.batch_tokens, micro_batch_size, meshes[index])
     ranks_per_node = world.ranks_per_node if world is not None else None
     here = _type_here(device)
-    problems += gather_problems(model, config.parallel, config.precision, meshes[0], ranks_per_node, here)
+    problems += gather_problems(config, meshes[0], ranks_per_node, here)
     problems += _feed_forward_problems(config, meshes[0].shards if meshes[0] is not None else None, here)
     if training and not problems:
         for resolved, mesh in zip(stages, meshes, strict=False):  # no stages: there are other problems
@@ -158,7 +145,7 @@ def _adapter_problems(config: RunConfig, begins: bool = False) -> Iterator[str]:
 
 def _feed_forward_problems(config: RunConfig, shards: int | None, here: str | None) -> Iterator[str]:
     """Registered feed-forwards that cannot be as asked. shards: ranks of dp_shard x cp; None: not known."""
-    given = config.model.given_feed_forwards
+    given = config.model.given_members
     for name, options in given.items():
         for problem in FEED_FORWARDS[name].parallel.problems(options, config, shards, here):
             yield problem.removeprefix(".") if problem.startswith(".") else f"model.{name}.{problem}"
@@ -174,7 +161,7 @@ def files_problems(config: RunConfig, run: ResolvedRun | None, *, training: bool
     begun = () if config.adapters.given is not None else checkpoint_folders(config.run_dir, fallback_dir)
     initial = unread_folder(config.init_from, begun)
     spec = run.setup.spec if run is not None else None
-    corpora = list(corpus_problems(config.data, config.stages, config.model.vocab_size, config.loss_norm))
+    corpora = list(corpus_problems(config))
     settings = evaluation_settings(run) if run is not None and not corpora else ()
     return [
         *corpora,
@@ -294,9 +281,8 @@ def _layer_problems(model: ModelConfig, stages: Sequence[Stage]) -> Iterator[str
                 yield f"model.bare_layers: {words[0]} layer {layer}, where {which} {words[1]}"
 
 
-def _precision_problems(
-    precision: PrecisionConfig, parallel: ParallelConfig, compiled: bool, here: str | None, device: Device | None
-) -> Iterator[str]:
+def _precision_problems(config: RunConfig, here: str | None, device: Device | None) -> Iterator[str]:
+    precision = config.precision
     if precision.linear == "bf16" and precision.compute == "fp32":
         yield "precision.linear: given 'bf16' with precision.compute: fp32; allowed: auto or fp8"
     if precision.linear != "fp8":
@@ -312,8 +298,8 @@ def _precision_problems(
         for key, value, allowed in (
             ("precision.fp8.scaling", precision.fp8.scaling, "tensorwise"),
             ("precision.fp8.emulate", precision.fp8.emulate, False),
-            ("parallel.tp", parallel.tp, 1),
-            ("compile", compiled, False),
+            ("parallel.tp", config.parallel.tp, 1),
+            ("compile", config.compile, False),
         ):
             if value != allowed:
                 needed = str(allowed).lower()
@@ -328,17 +314,16 @@ def _optimizer_problems(optim: OptimConfig, here: str | None) -> Iterator[str]:
         yield f"{key}, which cannot run: {reason}; set torch"
 
 
-def _memory_problems(
-    memory: MemoryConfig, checkpointing: str, offload: bool, parallel: ParallelConfig
-) -> Iterator[str]:
+def _memory_problems(config: RunConfig) -> Iterator[str]:
     """Keys that limit what the recipe does not do."""
+    memory, parallel, checkpointing = config.memory, config.parallel, config.activation_checkpointing
     keeps_weights = parallel.reshard_after_forward == "budget" and parallel.pp == 1
     if memory.gpu_gib is not None and checkpointing != "budget" and not keeps_weights:
         yield (
             f"memory.gpu_gib: given {memory.gpu_gib:g} with activation_checkpointing: {checkpointing}, which it does "
             "not change; allowed: null, or activation_checkpointing or parallel.reshard_after_forward: budget"
         )
-    if memory.host_gib is not None and not offload:
+    if memory.host_gib is not None and not config.activation_offload:
         yield (
             f"memory.host_gib: given {memory.host_gib:g} without activation_offload, which it limits; allowed: null, "
             "or activation_offload: true"
@@ -399,16 +384,17 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
 
 def _objective_problems(config: RunConfig) -> Iterator[str]:
     for index, stage in enumerate(config.stages):
-        if len(stage.objectives) > 1:
-            yield f"stages[{index}].{' and '.join(stage.objectives)}: given together; allowed: one objective"
-        for name, options in stage.objectives.items():
+        if len(stage.given_members) > 1:
+            yield f"stages[{index}].{' and '.join(stage.given_members)}: given together; allowed: one objective"
+        for name, options in stage.given_members.items():
             yield from (f"stages[{index}].{name}{text}" for text in OBJECTIVES[name].problems(options, config))
 
 
-def _schedule_problems(run_schedule: ScheduleConfig, stages: Sequence[StageConfig], batch_tokens: int) -> Iterator[str]:
+def _schedule_problems(config: RunConfig) -> Iterator[str]:
+    run_schedule = config.optim.schedule
     spans = []
-    for index, stage in enumerate(stages):
-        batch = stage.batch_tokens or batch_tokens
+    for index, stage in enumerate(config.stages):
+        batch = stage.batch_tokens or config.batch_tokens
         spans.append(-(-stage.tokens // batch) * batch)
         if stage.schedule is not None:
             path = f"stages[{index}].schedule"
@@ -445,13 +431,11 @@ def _fallback_problems(run_dir: str, fallback_dir: str | None) -> Iterator[str]:
         )
 
 
-def _save_problems(
-    checkpoint: CheckpointConfig, reaction: str, evaluated_every: int, validation: Sequence[SourceConfig]
-) -> Iterator[str]:
-    """Checkpoints that a `reaction` to spikes, copies elsewhere or the choice of the best ones needs and that are not
+def _save_problems(config: RunConfig) -> Iterator[str]:
+    """Checkpoints that a reaction to spikes, copies elsewhere or the choice of the best ones needs and that are not
     saved, or not evaluated; an address whose newest copy a run would take instead of the one that it begins with."""
-    every = checkpoint.every
-    if every is None and reaction == "rollback":
+    checkpoint, every = config.checkpoint, config.checkpoint.every
+    if every is None and config.health.spike.reaction == "rollback":
         yield "health.spike.reaction: given 'rollback', which needs checkpoints; set checkpoint.every, which is null"
     if every is None:
         for name, *_ in checkpoint.asked_for():
@@ -463,22 +447,15 @@ def _save_problems(
     if not checkpoint.keep_best:
         return
     given = f"checkpoint.keep_best: given {checkpoint.keep_best}"
-    if not validation:
+    if not config.data.validation:
         yield f"{given}, but there is no data.validation to tell the best by; add one, or set it to 0"
     elif every is None:
         yield f"{given}, but no checkpoints are saved: checkpoint.every is null; set it, or checkpoint.keep_best to 0"
-    elif every % evaluated_every:
+    elif every % config.evaluation.every:
         yield (
             f"{given}, but not every checkpoint is evaluated: checkpoint.every {every} must be a multiple of "
-            f"evaluation.every {evaluated_every}"
+            f"evaluation.every {config.evaluation.every}"
         )
-
-
-def _unevaluated_problems(keep_best: int, stages: Sequence[StageConfig]) -> Iterator[str]:
-    """Stages whose checkpoints cannot be compared, although the best ones are kept."""
-    for index, stage in enumerate(stages if keep_best else ()):
+    for index, stage in enumerate(config.stages):
         if not stage.evaluate:
-            yield (
-                f"checkpoint.keep_best: given {keep_best}, but not every checkpoint is evaluated: "
-                f"stages[{index}].evaluate is false; set it to true"
-            )
+            yield f"{given}, but not every checkpoint is evaluated: stages[{index}].evaluate is false; set it to true"

@@ -4,10 +4,9 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from moba_train.config.data import DataConfig, SourceConfig
-from moba_train.config.schema import StageConfig
+from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.data.blend import length_buckets
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
@@ -29,11 +28,10 @@ def length_problems(data: DataConfig, stages: Sequence[StageConfig]) -> Iterator
             yield f"{key}.upsample.min_length: given {', '.join(map(str, begins))}; allowed: {allowed}"
 
 
-def corpus_problems(
-    data: DataConfig, stages: Sequence[StageConfig], vocab_size: int, loss_norm: Literal["token", "sequence"]
-) -> Iterator[str]:
+def corpus_problems(config: RunConfig) -> Iterator[str]:
     """Corpora that are missing, damaged or do not fit, relative to the working directory, of all stages: a later
     stage's are found before the first one begins."""
+    data, stages = config.data, config.stages
     opened: dict[str, IndexedDataset] = {}
     weights: dict[str, LossWeights] = {}
     for key, source in recipe_sources(data, stages):
@@ -46,8 +44,8 @@ def corpus_problems(
                 if not corpus.tokens:
                     yield f"{key}.path: the corpus {source.path} has no tokens; give another one"
                     continue
-                corpus.check_vocabulary(vocab_size)
-                weights[source.path] = LossWeights(corpus, loss_norm)
+                corpus.check_vocabulary(config.model.vocab_size)
+                weights[source.path] = LossWeights(corpus, config.loss_norm)
                 opened[source.path] = corpus
             except DataError as error:
                 yield f"{key}.path: {error}"

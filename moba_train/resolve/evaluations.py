@@ -8,11 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from moba_train.config.base import Section
-from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.explain import did_you_mean
-from moba_train.config.optim import ScheduleConfig
-from moba_train.config.schema import StageConfig, UntilConfig
+from moba_train.config.schema import RunConfig, UntilConfig
 from moba_train.data.indexed import corpus_file
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import Evaluation, EvaluationSetting, name_of
@@ -53,14 +51,12 @@ def evaluation_problems(section: EvaluationConfig, settings: Sequence[Evaluation
     )
 
 
-def pipeline_evaluation_problems(
-    section: EvaluationConfig, validation: Sequence[SourceConfig], pp: int
-) -> Iterator[str]:
-    """Evaluations that a pipeline of `pp` ranks, more than one, cannot run while it trains."""
+def pipeline_evaluation_problems(config: RunConfig) -> Iterator[str]:
+    """Evaluations that the recipe's pipeline, of more than one rank, cannot run while it trains."""
     later = "which a pipeline cannot do; `moba-train eval` can, on the checkpoints"
-    for evaluation, options in asked_evaluations(section, validation).items():
+    for evaluation, options in asked_evaluations(config.evaluation, config.data.validation).items():
         if (problem := evaluation.pipeline_problem(options)) is not None:
-            yield f"{problem[0]} with parallel.pp {pp}, {later}; {problem[1]}"
+            yield f"{problem[0]} with parallel.pp {config.parallel.pp}, {later}; {problem[1]}"
 
 
 def evaluated_sequences(section: EvaluationConfig, setting: EvaluationSetting) -> Mapping[str, int]:
@@ -111,17 +107,12 @@ def evaluation_warnings(section: EvaluationConfig, settings: Sequence[Evaluation
                     yield f"{evaluation.key}: in stage {setting.stage.name!r}, {'; '.join(lacking)}"
 
 
-def exit_problems(
-    section: EvaluationConfig,
-    settings: Sequence[EvaluationSetting],
-    stages: Sequence[StageConfig],
-    schedule: ScheduleConfig,
-) -> Iterator[str]:
+def exit_problems(config: RunConfig, settings: Sequence[EvaluationSetting]) -> Iterator[str]:
     """Problems of the stages' `until`, each named by its key. The recipe's attention and schedules must be sound.
 
-    stages: of the recipe, one for each setting
-    schedule: of the run
+    settings: one for each stage of the recipe
     """
+    stages = config.stages
     resolved = [setting.stage for setting in settings]
     for index, stage in enumerate(stages):
         until = stage.until
@@ -134,7 +125,7 @@ def exit_problems(
         if not stage.evaluate:
             yield f"{path}: needs the stage's evaluations; given evaluate: false, allowed: true"
             continue
-        yield from _metric_problems(section, settings[index], until, path)
+        yield from _metric_problems(config.evaluation, settings[index], until, path)
         if until.max_tokens <= stage.tokens:
             yield f"{path}.max_tokens: given {until.max_tokens}; allowed: more than the stage's tokens {stage.tokens}"
         recovered = until.trailing_loss_recovered
@@ -146,7 +137,7 @@ def exit_problems(
                 f"evaluated with its seq_len {stage.seq_len}; insert one, or set reference: full"
             )
         planned_end = resolved[index].first_token + resolved[index].planned_tokens
-        if stage_learning_rate(resolved, index, schedule, planned_end) == 0:
+        if stage_learning_rate(resolved, index, config.optim.schedule, planned_end) == 0:
             yield (
                 f"{path}: beyond its tokens the stage would go on with the learning rate at their end, which is 0; set "
                 "min_lr_ratio of its schedule, or kind: constant"

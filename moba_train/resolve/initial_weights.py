@@ -231,7 +231,7 @@ def _buffers(model: ModelConfig) -> dict[str, Any]:
     """Keys of `model` that give its feed-forwards buffers, with their values."""
     return {
         f"{name}.{key}": value
-        for name, options in model.given_feed_forwards.items()
+        for name, options in model.given_members.items()
         for key, value in FEED_FORWARDS[name].adding_buffers(options).items()
     }
 
@@ -252,7 +252,7 @@ def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:
 def comparable(model: ModelConfig) -> dict[str, object]:
     """Values of a `model` section that are equal where two models compute the same."""
     values = model.model_dump(exclude={"init_std"}) | {"head_dim": model.head_width}
-    for name, options in model.given_feed_forwards.items():
+    for name, options in model.given_members.items():
         del values[name]  # its keys stand by themselves, so that messages name them
         values |= {f"{name}.{key}": value for key, value in FEED_FORWARDS[name].function(options).items()}
         values[f"{name}.layers"] = sorted(layer_ids(options.model_dump()["layers"], model.layers))

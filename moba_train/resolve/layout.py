@@ -9,7 +9,6 @@ from typing import get_args
 from moba_train.config.mesh import MeshSizes, WorldSize, allowed_divisors, fit_mesh
 from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import CPLayout, ParallelConfig
-from moba_train.config.precision import PrecisionConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import Stage, merge_parallel
 from moba_train.model.build import build_attention
@@ -168,15 +167,11 @@ def _parallel_key(index: int, stage: StageConfig, key: str) -> str:
 
 
 def context_problems(
-    model: ModelConfig,
-    stages: Sequence[Stage],
-    given: Sequence[StageConfig],
-    precision: PrecisionConfig,
-    ranks_per_node: int | None,
-    here: str | None,
+    config: RunConfig, stages: Sequence[Stage], ranks_per_node: int | None, here: str | None
 ) -> Iterator[str]:
-    """Stages whose sequences cannot be shared by `cp` ranks as asked. given: the stages in the recipe."""
-    for stage, own in zip(stages, given, strict=True):
+    """Stages of the recipe, as resolved, whose sequences cannot be shared by `cp` ranks as asked."""
+    model = config.model
+    for stage, own in zip(stages, config.stages, strict=True):
         parallel = stage.parallel
         tokens = stage.micro_batch_size * stage.seq_len
         where = f"in stage {stage.name!r}"
@@ -201,7 +196,7 @@ def context_problems(
             )
         if spec:
             kinds = build_attention(stage.attention, model.head_width)
-            if found := [*spec.problems(kinds, model, here, precision.compute)]:
+            if found := [*spec.problems(kinds, model, here, config.precision.compute)]:
                 yield from (f"{key('cp_transport')}: given {spec.name!r} {where}, {text}" for text in found)
                 continue
             if spec.needs_nodes and ranks_per_node is None:
@@ -214,24 +209,19 @@ def context_problems(
 
 
 def gather_problems(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    precision: PrecisionConfig,
-    mesh: MeshSizes | None,
-    ranks_per_node: int | None,
-    here: str | None,
+    config: RunConfig, mesh: MeshSizes | None, ranks_per_node: int | None, here: str | None
 ) -> Iterator[str]:
     """Weights that cannot be gathered as asked: by copy engines on other nodes, in FP8 in parts of unequal rows."""
     if mesh is None or mesh.shards == 1:
         return
-    by_copy_engines = parallel.fsdp_copy_engines and here != "cpu" and ranks_per_node is not None
+    by_copy_engines = config.parallel.fsdp_copy_engines and here != "cpu" and ranks_per_node is not None
     if by_copy_engines and linked_group(mesh, ranks_per_node or 1, "dp_shard", "cp").nodes > 1:
         each = f" with tp {mesh.tp}" if mesh.tp > 1 else ""
         yield (
             f"parallel.fsdp_copy_engines: given true, but the {mesh.shards} ranks that share the weights{each} are on "
             f"several nodes of {ranks_per_node}; set false, or parallel.dp_replicate and dp_shard so that one has them"
         )
-    if precision.gathers_fp8 and (uneven := _uneven_rows(model, mesh)):
+    if config.precision.gathers_fp8 and (uneven := _uneven_rows(config.model, mesh)):
         each = f", each with 1/{mesh.tp} of them (parallel.tp)" if mesh.tp > 1 else ""
         yield (
             f"precision.linear: given 'fp8', whose weights {mesh.shards} ranks share in parts of equal rows{each}: "

@@ -20,10 +20,10 @@ uses: a `Stage` what is trained, a `StageLayout` how, a `ModelSetup` the model t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 
+from moba_train.attention.block_sparse import BlockOptions
 from moba_train.attention.kernels.table import BackendChoice, Facts, Machine, resolve_backend, this_machine
 from moba_train.attention.registry import KINDS
 from moba_train.checkpoint.recipe import checkpoint_folders
@@ -241,15 +241,6 @@ _TRITON_ELSEWHERE = "3.6.0"
 """Release of Triton that a machine is taken to have on which a run is only planned."""
 
 
-@runtime_checkable
-class _BlockOptions(Protocol):
-    """Options of a kind that attends to selected blocks, by a backend of the table unless it has kernels of its own."""
-
-    backend: str
-    block_size: int
-    topk: int
-
-
 def _block_backends(
     setup: ModelSetup, stage: Stage, mesh: MeshSizes, strategy: CPStrategy | None, device: Device
 ) -> dict[LayerAttention, BackendChoice]:
@@ -265,7 +256,7 @@ def _block_backends(
     problems = []
     for layer in dict.fromkeys(stage.attention):
         options = layer.options
-        if not isinstance(options, _BlockOptions):
+        if not isinstance(options, BlockOptions):
             continue
         sizes = model.head_width, options.block_size, options.topk - 1, tokens * model.heads // mesh.tp
         all_keys = strategy is None or strategy.transport != "ring"

@@ -50,7 +50,7 @@ def recipe_warnings(run: ResolvedRun) -> list[str]:
         *evaluation_warnings(run.evaluation, evaluation_settings(run)),
         *_trained_on_warnings(sources, run.data.validation),
         *_template_warnings(sources),
-        *_short_validation_warnings(run.data.validation, run.stages, run.evaluation.sequences, run.seed, spec.config),
+        *_short_validation_warnings(run),
         *_vocabulary_warnings(spec, _known_tokens(sources, run.data.tokenizer), run.init_from is not None),
         *_checkpointing_warnings(spec.config, run.memory.checkpointing),
         *(_initial_weight_warnings(spec, initial) if initial else ()),
@@ -96,13 +96,12 @@ def _template_warnings(sources: NamedSources) -> Iterator[str]:
         )
 
 
-def _short_validation_warnings(
-    sources: Sequence[SourceConfig], stages: Sequence[Stage], sequences: int, seed: int, model: ModelConfig
-) -> Iterator[str]:
+def _short_validation_warnings(run: ResolvedRun) -> Iterator[str]:
     """Validation corpora with less text than is evaluated, in the first stage that needs more."""
-    for stage in stages if sources else ():
+    sources, sequences = run.data.validation, run.evaluation.sequences
+    for stage in run.stages if sources else ():
         with suppress(DataError):  # of a corpus that is damaged, or need not exist yet
-            data = StageData(sources, stage.seq_len, sequences, seed, {}, model.vocab_size)
+            data = StageData(sources, stage.seq_len, sequences, run.seed, {}, run.setup.shape.vocab_size)
             if stage.evaluate and (short := data.read_again()):
                 name, tokens, taken = short[0]
                 yield (
@@ -145,7 +144,7 @@ def _checkpointing_warnings(
     inner = {width for layer in range(model.layers) for width in feed_forward_costs(model, layer).widths}
     for inner_width in sorted(inner if policy in ("selective", "budget") else ()):
         if same := [name for name, width in widths.items() if width == inner_width]:
-            owners = () if inner_width == model.intermediate_size else model.given_feed_forwards
+            owners = () if inner_width == model.intermediate_size else model.given_members
             key = f"model.{''.join(f'{name}.' for name in owners)}intermediate_size"
             yield (
                 f"{key}: gives {inner_width} columns, as large as {' and '.join(same)}: activation "

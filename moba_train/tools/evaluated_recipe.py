@@ -179,16 +179,7 @@ def _with_length(config: RunConfig, stage: Stage, seq_len: int) -> RunConfig:
 def _check(config: RunConfig, index: int, tasks: Iterable[str] | None) -> None:
     """Raise ConfigError when the stage cannot be evaluated with this recipe. Other stages count for the model's
     parameters alone; the exit criterion and the learning rate's schedule, which may span all stages, do not count."""
-    attention = attention_problems(
-        config.model,
-        config.attention,
-        config.stages,
-        config.parallel,
-        None,
-        config.deterministic,
-        allow_idle=True,
-        training=False,
-    )
+    attention = attention_problems(config, None, allow_idle=True, training=False)
     if problems := list(attention):
         raise ConfigError(problems)
     stage = config.stages[index].model_copy(update={"until": None, "schedule": None, "evaluate": True})

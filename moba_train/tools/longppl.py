@@ -238,13 +238,11 @@ class LongPPL(LongDocumentEvaluation[LongPPLConfig]):
         """
         shard = context.data_shard
         found = torch.zeros(len(self._samples), self._samples.seq_len, dtype=torch.float64, device=context.device)
-        for first in context.track(range(0, len(passes), shard.dp_size), what):
-            context.between_batches()
-            index = first + shard.dp_rank
-            sequence, sample = passes[min(index, len(passes) - 1)]
+        for index, counts in context.passes(len(passes), what):
+            sequence, sample = passes[index]
             batch = shard.shard_batch(collate([sample()])).to(context.device)
             losses_n = token_losses(context.model, batch)
-            if index < len(passes) and batch.loss_tokens:
+            if counts and batch.loss_tokens:
                 found[sequence, batch.loss_weight.long() - 1] = losses_n.double()
         dist.all_reduce(found)  # each label is on exactly one rank; all others have 0
         return found.cpu().numpy()

@@ -255,7 +255,7 @@ def token_bytes(
     kind: AttentionKind, model: ModelConfig = MODEL, *, width: int = 2, seq_len: int = 64, tokens: int = 64, cp: int = 1
 ) -> TokenBytes:
     """Bytes that a plan counts for each token of a layer of the kind."""
-    return kind.costs(model).token_bytes(MicroBatch(width, seq_len, tokens, cp))
+    return kind.token_bytes(model, MicroBatch(width, seq_len, tokens, cp))
 
 
 def small_model(name: str, options: dict[str, Any], model: ModelConfig = MODEL) -> Transformer:

@@ -14,7 +14,7 @@ import pytest
 from moba_train.attention.engine import Engine, OperatorEngine
 from moba_train.attention.facets import Decodes, Gated, Probed, TakesSelection
 from moba_train.attention.handles import Handled
-from moba_train.attention.kind import AttentionKind, KindCosts, TwoSublayers
+from moba_train.attention.kind import AttentionKind, TwoSublayers
 from moba_train.attention.observer import Observer, StatisticsObserver
 from moba_train.attention.operators import AcrossRanks
 from moba_train.attention.protocol import BackwardState, LocalAttention
@@ -44,7 +44,6 @@ CONTRACT = (
     TakesSelection,
     AttentionKind,
     TwoSublayers,
-    KindCosts,
     Shard,
     Engine,
     AcrossRanks,

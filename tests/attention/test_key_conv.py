@@ -109,9 +109,9 @@ def test_a_compiled_layer_gives_equal_numbers() -> None:
 def test_the_plan_counts_its_parameters_and_operations() -> None:
     off, on = (MobaKind(MobaKind.Options(**SMALL, key_conv=width), 8) for width in (0, 3))
     weights = MODEL.kv_heads * 8 * 3
-    assert on.costs(MODEL).flops(LENGTHS) == off.costs(MODEL).flops(LENGTHS) + 6 * weights * sum(LENGTHS)
+    assert on.flops(MODEL, LENGTHS) == off.flops(MODEL, LENGTHS) + 6 * weights * sum(LENGTHS)
     batch = MicroBatch(width=2, seq_len=64, tokens=64, cp=1)
-    without, with_it = (kind.costs(MODEL).token_bytes(batch).saved for kind in (off, on))
+    without, with_it = (kind.token_bytes(MODEL, batch).saved for kind in (off, on))
     assert with_it == without + 2 * MODEL.kv_heads * 8 * 4
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moba_train.attention import registry
 from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.kernels.common.geometry import block_ids, first_blocks
-from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, TokenBytes
+from moba_train.attention.kind import AttentionKind, LayerInput, MicroBatch, TokenBytes
 from moba_train.attention.shard import own_rows, padded
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
@@ -58,16 +58,11 @@ class FirstBlocks(AttentionKind):
         out, _ = shard.attend(q, k, v, self.blocks, selected)
         return padded(out, len(layer.x_TD)), None
 
-    def costs(self, model: ModelConfig) -> KindCosts:
-        return FirstCosts(self, model)
-
-
-class FirstCosts(KindCosts):
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         raise NotImplementedError
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        return TokenBytes(gathered=2 * batch.width * self.model.kv_heads * self.model.head_width)
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
+        return TokenBytes(gathered=2 * batch.width * model.kv_heads * model.head_width)
 
 
 @pytest.fixture(autouse=True, scope="module")

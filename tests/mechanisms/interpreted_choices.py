@@ -73,7 +73,7 @@ def test_scores_of_blocks_equal_plain_pytorch(
     whole = layout_of([190, 0, 1, 20, 90], "cpu")
     layout = whole.part((TokenRange(30, 180), TokenRange(230, 301)), None)
     (q, k, *_), attention = inputs([301], 2, 1, 64, torch.float32, "cpu"), InfLLMV2Attention(options, 64)
-    windows = window_means(attention.summarize(k, whole), options.sizes)
+    windows = window_means(attention.summarize(k, whole), options.window // options.stride)
     monkeypatch.setattr("moba_train.attention.kernels.common.reference._SCORES_PER_CHUNK", {"cpu": 6000})
     scores = torch.full((2, len(layout.q_tokens), 8), torch.nan)
     for which, kernels in enumerate((True, False)):

@@ -65,8 +65,7 @@ def test_gradients_of_a_window_take_what_is_counted() -> None:
     with LivingBytes() as living:
         results = attention.attend_backward(state, layout, ())
     model = MEASURED_MODEL.model_copy(update={"heads": heads, "kv_heads": kv_heads, "head_dim": width})
-    costs = WindowKind(WindowKind.Options(), width).costs(model)
-    counted = costs.token_bytes(MicroBatch(4, tokens, tokens, 1)).workspace
+    counted = WindowKind(WindowKind.Options(), width).token_bytes(model, MicroBatch(4, tokens, tokens, 1)).workspace
     stats = 8 * heads
     taken = living.most - sum(x.nbytes for x in results)
     assert taken == pytest.approx(tokens * (counted + stats), rel=0.02)

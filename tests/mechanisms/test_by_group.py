@@ -108,13 +108,11 @@ def test_both_stages_resume_bitwise_and_the_warm_up_trains_the_gates_alone(
 def test_costs_are_those_of_the_parts() -> None:
     kind = KINDS["by_group"](KINDS["by_group"].Options.model_validate(CASES["moba and full"]), MODEL.head_width)
     full, sparse = (
-        KINDS[name](KINDS[name].Options(**given), MODEL.head_width).costs(MODEL)
-        for name, given in (("full", {}), ("moba", BLOCKS))
+        KINDS[name](KINDS[name].Options(**given), MODEL.head_width) for name, given in (("full", {}), ("moba", BLOCKS))
     )
-    costs = kind.costs(MODEL)
-    assert costs.pairs([64]) == (full.pairs([64]) + sparse.pairs([64])) / 2
-    assert costs.flops([64]) == (full.flops([64]) + sparse.flops([64])) / 2
-    assert costs.token_bytes(MicroBatch(2, 64, 64, 1)).gathered == 2 * 2 * MODEL.kv_heads * MODEL.head_width
+    assert kind.pairs(MODEL, [64]) == (full.pairs(MODEL, [64]) + sparse.pairs(MODEL, [64])) / 2
+    assert kind.flops(MODEL, [64]) == (full.flops(MODEL, [64]) + sparse.flops(MODEL, [64])) / 2
+    assert kind.token_bytes(MODEL, MicroBatch(2, 64, 64, 1)).gathered == 2 * 2 * MODEL.kv_heads * MODEL.head_width
 
 
 @pytest.mark.parametrize(

@@ -44,4 +44,4 @@ def test_output_and_every_gradient_are_those_of_the_oracle(options: dict[str, An
 def test_pairs_are_those_without_a_cap(options: dict[str, Any]) -> None:
     kind = KINDS["capped"](KINDS["capped"].Options.model_validate(options), 8)
     same = KINDS["window"](KINDS["window"].Options.model_validate({"window": options.get("window", 100)}), 8)
-    assert kind.costs(MODEL).pairs([20, 3]) == same.costs(MODEL).pairs([20, 3])
+    assert kind.pairs(MODEL, [20, 3]) == same.pairs(MODEL, [20, 3])

@@ -230,7 +230,7 @@ def test_a_gate_learns_in_a_step_with_full_attention() -> None:
     layers = [LayerAttention("msa", options), LayerAttention("by_group", some)]
     warm, warm_groups = map(objective._full_step, build_attention(layers, 4))
     assert isinstance(warm, MsaKind)
-    assert warm.gate_options.mode == "warmup"
+    assert warm.options.mode == "warmup"
     assert isinstance(warm_groups, ByGroupKind)
     assert warm.facts.learns
     assert [*warm_groups._kinds] == ["msa", "full"]
@@ -306,7 +306,7 @@ def test_it_resumes_bitwise_inside_the_stage(finished: Run, run: Run) -> None:
 
 
 def test_a_recipe_says_it_back(finished: Run) -> None:
-    assert load_config(finished.run_dir / "config.yaml").stages[1].objectives["distill"].model_dump() == {
+    assert load_config(finished.run_dir / "config.yaml").stages[1].given_members["distill"].model_dump() == {
         "teacher": "full",
         "loss": "kl",
         "on": "logits",

@@ -301,7 +301,7 @@ def test_attended_pairs_are_those_of_a_count(name: str, options: dict[str, Any])
             own = token // BLOCK
             history = own if options.get("mode") == "warmup" else min(own, options["topk"] - 1)
             counted += history * BLOCK + token % BLOCK + 0.5
-    assert kind.costs(MODEL).pairs(LENGTHS) == counted
+    assert kind.pairs(MODEL, LENGTHS) == counted
 
 
 @each
@@ -310,7 +310,7 @@ def test_flops_are_those_of_the_products(name: str, options: dict[str, Any]) -> 
     kind = KINDS[name](KINDS[name].Options(**options), MODEL.head_width)
     heads, kv_heads, tokens = MODEL.heads, MODEL.kv_heads, sum(LENGTHS)
     learns = options.get("mode") == "warmup" or options.get("train_gate", name == "msa")
-    full_pairs, attended = sum(length**2 for length in LENGTHS) / 2, kind.costs(MODEL).pairs(LENGTHS)
+    full_pairs, attended = sum(length**2 for length in LENGTHS) / 2, kind.pairs(MODEL, LENGTHS)
     of_pair = 2 * heads * MODEL.head_width  # one product of q and k
     every, sparse = options.get("kl_every", 1), options.get("mode") != "warmup"
     counted = 6 * of_pair * attended
@@ -330,7 +330,7 @@ def test_flops_are_those_of_the_products(name: str, options: dict[str, Any]) -> 
         counted += matrices + scores * full_pairs / (1 if sparse else every)
         if learns:  # a block's score is that of one token
             counted += matrices + (of_pair * attended + 2 * scores * attended / BLOCK) / every
-    assert kind.costs(MODEL).flops(LENGTHS) == pytest.approx(counted, rel=1e-12)
+    assert kind.flops(MODEL, LENGTHS) == pytest.approx(counted, rel=1e-12)
 
 
 @each

@@ -270,4 +270,4 @@ def test_a_section_survives_being_saved_in_full() -> None:
     config = ModelConfig.model_validate(SHAPE | {"moe": options(layers="first:1").model_dump()})
     assert ModelConfig.model_validate(config.model_dump()) == config
     assert [config.feed_forward(layer) is not None for layer in range(4)] == [True, False, False, False]
-    assert isinstance(config.given_feed_forwards["moe"], MoeOptions)
+    assert isinstance(config.given_members["moe"], MoeOptions)

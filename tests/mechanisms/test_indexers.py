@@ -218,7 +218,7 @@ def test_flops_are_those_of_the_products(name: str, options: dict[str, Any]) -> 
     heads = MODEL.heads
     kv_heads = MODEL.kv_heads
     tokens = sum(LENGTHS)
-    attended = kind.costs(MODEL).pairs(LENGTHS)
+    attended = kind.pairs(MODEL, LENGTHS)
     learns = options.get("train_gate", True)
     index_heads = options.get("index_heads", 1)
     of_pair = 2 * heads * MODEL.head_width
@@ -229,13 +229,13 @@ def test_flops_are_those_of_the_products(name: str, options: dict[str, Any]) -> 
     searched = float(sum(length**2 for length in LENGTHS)) / 2
     gate = 0.0
     if coarse := options.get("coarse"):
-        moba = kind_with("moba", {"block_size": coarse["block_size"], "topk": coarse["blocks"]}).costs(MODEL)
-        searched = moba.pairs(LENGTHS)
-        gate = moba.flops(LENGTHS) - 6 * of_pair * searched
+        moba = kind_with("moba", {"block_size": coarse["block_size"], "topk": coarse["blocks"]})
+        searched = moba.pairs(MODEL, LENGTHS)
+        gate = moba.flops(MODEL, LENGTHS) - 6 * of_pair * searched
     counted = 6 * of_pair * attended + gate + matrices * (1 + learns) + scores * searched / options["block_size"]
     if learns:
         counted += (of_pair * attended + 2 * scores * attended / options["block_size"]) / options.get("kl_every", 1)
-    assert kind.costs(MODEL).flops(LENGTHS) == pytest.approx(counted, rel=1e-12)
+    assert kind.flops(MODEL, LENGTHS) == pytest.approx(counted, rel=1e-12)
 
 
 def test_two_stages_score_fewer_blocks_and_a_token_costs_the_same_at_any_length() -> None:
@@ -244,7 +244,7 @@ def test_two_stages_score_fewer_blocks_and_a_token_costs_the_same_at_any_length(
         kind_with("indexer", {"block_size": 1, "topk": 64, "train_gate": False, "coarse": coarse})
         for coarse in (None, {"block_size": 512, "blocks": 4})
     )
-    per_token = [[kind.costs(MODEL).flops([n]) / n for n in (2**15, 2**20)] for kind in (one, two)]
+    per_token = [[kind.flops(MODEL, [n]) / n for n in (2**15, 2**20)] for kind in (one, two)]
     assert per_token[0][1] > 30 * per_token[0][0]
     assert per_token[1][1] < per_token[0][1] / 30
 

@@ -149,7 +149,7 @@ def test_attended_pairs(options: dict[str, Any]) -> None:
             read = position - window
             if read >= 0:
                 pairs += read % size + 1 + min(read // size, options["first_blocks"] + options["topk"]) * size
-        assert kind.costs(MODEL).pairs([length, 2]) == pairs + 2
+        assert kind.pairs(MODEL, [length, 2]) == pairs + 2
 
 
 def test_problems() -> None:

@@ -76,7 +76,7 @@ def test_scores_and_choice_of_the_kernels_equal_float64(
     q, k, *_ = inputs(LENGTHS, heads, kv_heads, head_dim, torch.bfloat16, device)
     layout = layout_of(LENGTHS, device)
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(dense_len=1), head_dim)
-    windows = window_means(attention.summarize(k, layout), attention.options.sizes)
+    windows = window_means(attention.summarize(k, layout), attention.options.window // attention.options.stride)
     wide = q.double(), windows.double()
     scores = torch.full((2, kv_heads, sum(LENGTHS), 154), -1.0, device=device, dtype=torch.float64)
     for which, tensors in enumerate(((q, windows), wide)):

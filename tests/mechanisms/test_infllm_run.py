@@ -9,8 +9,8 @@ import torch
 
 from moba_train.config.load import load_config
 from moba_train.errors import ConfigError
-from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Kind
 from moba_train.memory.flops import layer_flops
+from moba_train.model.build import build_attention
 from moba_train.tools.convert.hf import export_to_hf
 from moba_train.tools.saved_recipe import open_checkpoint
 from tests.resolved import check, stages_of
@@ -58,8 +58,8 @@ def test_the_plan_counts_its_flops(run: Run, tmp_path: Path) -> None:
     config = load_config(sparse(run, tmp_path / "plan").write_recipe())
     check(config)
     layer = stages_of(config)[1].attention[0]
-    kind = InfLLMV2Kind(layer.options, 8)
-    pairs = kind.costs(config.model).pairs([100, 28])
+    (kind,) = build_attention([layer], 8)
+    pairs = kind.pairs(config.model, [100, 28])
     assert pairs < (100**2 + 28**2) / 2
     assert layer_flops(config.model, layer, [100, 28]) == 12 * 32 * pairs + 2 * 32 * 100**2 / 2 / 4
 

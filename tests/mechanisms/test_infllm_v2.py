@@ -170,14 +170,14 @@ def attended_by_counting(length: int, options: dict[str, Any]) -> float:
 def test_attended_pairs(options: dict[str, Any]) -> None:
     kind = InfLLMV2Kind(InfLLMV2Kind.Options(**options), 8)
     for length in (1, 44, 53):
-        assert kind.costs(MODEL).pairs([length, 3]) == attended_by_counting(length, options) + 4.5
+        assert kind.pairs(MODEL, [length, 3]) == attended_by_counting(length, options) + 4.5
 
 
 def test_costs() -> None:
     kind = InfLLMV2Kind(InfLLMV2Kind.Options(), 8)
     full = 12.0 * MODEL.heads * MODEL.head_width
-    assert kind.costs(MODEL).flops([8192, 100]) == full * kind.costs(MODEL).pairs([8192, 100])
-    scores = kind.costs(MODEL).flops([16384, 100]) - full * kind.costs(MODEL).pairs([16384, 100])
+    assert kind.flops(MODEL, [8192, 100]) == full * kind.pairs(MODEL, [8192, 100])
+    scores = kind.flops(MODEL, [16384, 100]) - full * kind.pairs(MODEL, [16384, 100])
     assert scores == 2 * MODEL.heads * MODEL.head_width * 16384**2 / 32
     assert token_bytes(kind, seq_len=8192).saved == 0
     q, k = torch.randn(8200, 4, 8), torch.randn(8200, 2, 8)

@@ -235,9 +235,9 @@ def test_flops_and_pairs() -> None:
     kind = KdaKind(KdaKind.Options(), MODEL.head_width)
     lengths = [5, 1, 7]
     earlier = sum(1 for length in lengths for query in range(length) for _ in range(query))
-    assert kind.costs(MODEL).pairs(lengths) == earlier + 0.5 * sum(lengths)
+    assert kind.pairs(MODEL, lengths) == earlier + 0.5 * sum(lengths)
     matrices = 2 * (32 * 8 + 8 * 32) + 32 * 4 + 4 * (32 + 16 + 16)
-    assert kind.costs(MODEL).flops(lengths) == 13 * (3 * 4 * 3 * 2 * 8 * 8 + 6 * matrices)
+    assert kind.flops(MODEL, lengths) == 13 * (3 * 4 * 3 * 2 * 8 * 8 + 6 * matrices)
 
 
 def stand_in(recomputed: bool | None = None) -> Callable[..., Any]:

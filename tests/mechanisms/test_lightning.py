@@ -152,10 +152,10 @@ def test_flops_and_pairs() -> None:
     kind = LightningKind(LightningKind.Options(), MODEL.head_width)
     lengths = [5, 1, 7]
     earlier = sum(1 for length in lengths for query in range(length) for _ in range(query))
-    assert kind.costs(MODEL).pairs(lengths) == earlier + 0.5 * sum(lengths)
+    assert kind.pairs(MODEL, lengths) == earlier + 0.5 * sum(lengths)
     products = 2 * 8 * 8 + 2 * 8 * 8
     matrix = 2 * 32 * 32
-    assert kind.costs(MODEL).flops(lengths) == 3 * (4 * products + matrix) * 13
+    assert kind.flops(MODEL, lengths) == 3 * (4 * products + matrix) * 13
 
 
 def test_planned_activations_are_what_the_backward_pass_keeps() -> None:

@@ -156,8 +156,8 @@ def test_attended_pairs_are_those_of_the_masks(lengths: list[int]) -> None:
     for alpha, beta, size in zip(MIXED["alpha"], MIXED["beta"], SIZES, strict=True):
         for length in lengths:
             count += attended(length, alpha, beta, size, 3).sum().item() - length / 2
-    assert kind.costs(MODEL).pairs(lengths) == count / 4
-    assert kind.costs(MODEL).flops(lengths) == 12 * 4 * 8 * count / 4
+    assert kind.pairs(MODEL, lengths) == count / 4
+    assert kind.flops(MODEL, lengths) == 12 * 4 * 8 * count / 4
 
 
 def test_spans_are_not_rounded_as_floating_point_is() -> None:

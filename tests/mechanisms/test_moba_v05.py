@@ -191,9 +191,9 @@ def test_the_plan_counts_its_parameters_pairs_and_operations() -> None:
     for length in LENGTHS:
         for token in range(length):
             pairs += token % 4 + 0.5 + 4 * min(2, token // 4)
-    assert kind.costs(MODEL).pairs(LENGTHS) == pairs
+    assert kind.pairs(MODEL, LENGTHS) == pairs
     gates = heads * sum(length * -(-length // 4) for length in LENGTHS)
-    assert kind.costs(MODEL).flops(LENGTHS) == 12 * heads * pairs + 6 * matrices * sum(LENGTHS) + gates
+    assert kind.flops(MODEL, LENGTHS) == 12 * heads * pairs + 6 * matrices * sum(LENGTHS) + gates
     assert token_bytes(kind).saved == 2 * (width + 2 * heads + 2 * kv) + 4 * 4 + 2 * 4 * 4 * 2
     assert f"{matrices + width} parameters" in layer_problem(kind, MODEL)
 

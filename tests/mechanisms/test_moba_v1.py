@@ -260,8 +260,8 @@ def test_options_that_cannot_work_are_named() -> None:
 
 def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_too() -> None:
     moba, v1 = (KINDS[name](KINDS[name].Options(**SMALL), 8) for name in ("moba", "moba_v1"))
-    assert v1.costs(MODEL).pairs(LENGTHS) == moba.costs(MODEL).pairs(LENGTHS)
-    assert v1.costs(MODEL).flops(LENGTHS) == moba.costs(MODEL).flops(LENGTHS)
+    assert v1.pairs(MODEL, LENGTHS) == moba.pairs(MODEL, LENGTHS)
+    assert v1.flops(MODEL, LENGTHS) == moba.flops(MODEL, LENGTHS)
     assert (token_bytes(moba, seq_len=12).saved, token_bytes(v1, seq_len=12).saved) == (0, 2 * 4 * 4 * 2)
     gated = MobaV1Kind(MobaV1Kind.Options(**SMALL, merge="gate"), 8)
     assert token_bytes(gated, seq_len=12).saved == 2 * 4 * 4 * 2 + 4 * 4 * 2

@@ -137,7 +137,7 @@ def test_attended_pairs(options: dict[str, Any]) -> None:
         q, k, _ = (x.detach() for x in make_qkv(length, 1, 1, 8, "cpu"))
         ((*rows,),) = selected_by_definition(q, k, [length], options)
         counted = sum(4 * len(row) + token % 4 + 1 for token, row in enumerate(rows)) - length / 2
-        assert kind.costs(MODEL).pairs([length, 3]) == counted + 4.5
+        assert kind.pairs(MODEL, [length, 3]) == counted + 4.5
 
 
 def test_kept_is_what_is_selected_where_a_block_is_left_out() -> None:

@@ -292,7 +292,7 @@ def test_pairs_are_those_counted_one_by_one(options: dict[str, Any]) -> None:
             pairs += len(complete)
             pairs += min(own, chosen.topk - 1) * chosen.block_size + t % chosen.block_size + 0.5
             pairs += min(t + 1, chosen.window) - 0.5
-    assert kind.costs(MODEL).pairs(LENGTHS) == pairs
+    assert kind.pairs(MODEL, LENGTHS) == pairs
 
 
 @pytest.mark.parametrize("separate_kv", [False, True])
@@ -309,8 +309,8 @@ def test_flops_are_those_of_the_products(separate_kv: bool) -> None:
             if module is not None:
                 module(layer.x)
     compressed = sum((t + 1) // 4 for t in range(48))
-    attention = 4 * 8 * (12 * kind.costs(MODEL).pairs([48]) + 2 * compressed)
-    assert kind.costs(MODEL).flops([48]) == attention + 3 * counter.get_total_flops()
+    attention = 4 * 8 * (12 * kind.pairs(MODEL, [48]) + 2 * compressed)
+    assert kind.flops(MODEL, [48]) == attention + 3 * counter.get_total_flops()
 
 
 @pytest.mark.parametrize("separate_kv", [False, True])

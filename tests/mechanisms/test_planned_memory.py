@@ -116,10 +116,10 @@ def test_layers_of_a_tp_group_are_not_divided_into_parts_before_their_heads_fill
     """Each of two ranks has half of the 1,024 channels of `kda`, and so parts of 32K rows instead of 16K."""
     sizes = {"vocab_size": 2, "hidden_size": 64, "intermediate_size": 1, "layers": 1}
     model = ModelConfig.model_validate(sizes | {"heads": 16, "kv_heads": 16, "head_dim": 64})
-    costs = KINDS["kda"](KINDS["kda"].Options(), 64).costs(model)
+    kind = KINDS["kda"](KINDS["kda"].Options(), 64)
     batch = MicroBatch(2, 24576, 24576, 1)
-    assert costs.token_bytes(batch).activations == 0
-    assert costs.token_bytes(batch._replace(tp=2)).activations > 0
+    assert kind.token_bytes(model, batch).activations == 0
+    assert kind.token_bytes(model, batch._replace(tp=2)).activations > 0
 
 
 MIXED = "attention={default: full, overrides: {0: {kind: moba_v05}, 1: {kind: nsa}, 2: {kind: kda}}}"

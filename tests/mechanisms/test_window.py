@@ -187,13 +187,13 @@ def test_attended_pairs_are_those_of_the_masks(options: dict[str, int], lengths:
     back = token[:, None] - token[None]
     near = (back < options["window"]) | (layout.positions(token, document) < options.get("sinks", 0))
     seen = (document[:, None] == document[None]) & (back >= 0) & near
-    costs = WindowKind(WindowKind.Options(**options), 8).costs(MODEL)
-    assert costs.pairs(lengths) == seen.sum().item() - sum(lengths) / 2
+    kind = WindowKind(WindowKind.Options(**options), 8)
+    assert kind.pairs(MODEL, lengths) == seen.sum().item() - sum(lengths) / 2
 
 
 def test_a_window_of_everything_is_full_attention() -> None:
-    full = WindowKind(WindowKind.Options(window=100, sinks=3), 8).costs(MODEL)
-    assert full.pairs([61, 100]) == (61**2 + 100**2) / 2
+    full = WindowKind(WindowKind.Options(window=100, sinks=3), 8)
+    assert full.pairs(MODEL, [61, 100]) == (61**2 + 100**2) / 2
 
 
 @pytest.mark.gpu

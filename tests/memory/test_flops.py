@@ -55,20 +55,18 @@ def counted_pairs(lengths: list[int], block_size: int, topk: int) -> float:
 
 @given(lengths=LENGTHS, block_size=st.integers(1, 64), topk=st.integers(1, 12))
 def test_pairs_of_moba_are_those_counted_one_by_one(lengths: list[int], block_size: int, topk: int) -> None:
-    assert moba(block_size, topk).costs(LLAMA_8B).pairs(lengths) == pytest.approx(
-        counted_pairs(lengths, block_size, topk)
-    )
+    assert moba(block_size, topk).pairs(LLAMA_8B, lengths) == pytest.approx(counted_pairs(lengths, block_size, topk))
 
 
 @given(lengths=LENGTHS)
 def test_pairs_of_full_attention_are_those_counted_one_by_one(lengths: list[int]) -> None:
     full = FullKind(FullKind.Options(), LLAMA_8B.head_width)
-    assert full.costs(LLAMA_8B).pairs(lengths) == pytest.approx(counted_pairs(lengths, 200, 1))
+    assert full.pairs(LLAMA_8B, lengths) == pytest.approx(counted_pairs(lengths, 200, 1))
 
 
 @given(length=st.integers(1, 10**6), blocks=st.integers(1, 64))
 def test_selecting_every_block_is_dense_attention(length: int, blocks: int) -> None:
-    assert moba(-(-length // blocks), blocks).costs(LLAMA_8B).pairs([length]) == pytest.approx(length**2 / 2)
+    assert moba(-(-length // blocks), blocks).pairs(LLAMA_8B, [length]) == pytest.approx(length**2 / 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,10 +75,10 @@ def test_packed_documents_cost_what_they_cost_apart(kind: str) -> None:
     a state does not depend on the boundaries."""
     attention = KINDS[kind](KINDS[kind].Options(), LLAMA_8B.head_width)
     lengths = [70_000, 1, 4096, 12_345]
-    apart = sum(attention.costs(LLAMA_8B).flops([length]) for length in lengths)
-    assert attention.costs(LLAMA_8B).flops(lengths) == pytest.approx(apart)
-    assert attention.costs(LLAMA_8B).flops(lengths) <= attention.costs(LLAMA_8B).flops([sum(lengths)])
-    assert attention.costs(LLAMA_8B).pairs(lengths) < attention.costs(LLAMA_8B).pairs([sum(lengths)])
+    apart = sum(attention.flops(LLAMA_8B, [length]) for length in lengths)
+    assert attention.flops(LLAMA_8B, lengths) == pytest.approx(apart)
+    assert attention.flops(LLAMA_8B, lengths) <= attention.flops(LLAMA_8B, [sum(lengths)])
+    assert attention.pairs(LLAMA_8B, lengths) < attention.pairs(LLAMA_8B, [sum(lengths)])
 
 
 def test_the_dense_formula_is_six_per_weight_plus_half_of_full_attention() -> None:
@@ -142,10 +140,10 @@ def test_each_layer_counts_as_what_it_is() -> None:
 def test_sparse_attention_saves_what_the_design_table_says() -> None:
     """Forward pass of one layer at 1M tokens, H = 32, d = 128: dense 9007 TFLOP, 4096/12 791 and a gate of 1.1."""
     heads, tokens = 32 * 128, 2**20
-    pairs = moba(4096, 12).costs(LLAMA_8B).pairs([tokens])
+    pairs = moba(4096, 12).pairs(LLAMA_8B, [tokens])
     assert 4 * heads * (tokens**2 / 2) / 1e12 == pytest.approx(9007, rel=1e-3)
     assert 4 * heads * pairs / 1e12 == pytest.approx(791, rel=0.03)
-    gate = moba(4096, 12).costs(LLAMA_8B).flops([tokens]) - 12 * heads * pairs
+    gate = moba(4096, 12).flops(LLAMA_8B, [tokens]) - 12 * heads * pairs
     assert gate / 1e12 == pytest.approx(1.1, rel=0.03)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from moba_train.attention.full.full_kind import FullCosts
+from moba_train.attention.full.full_kind import FullKind
 from moba_train.config.mesh import MeshSizes, WorldSize, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.memory import layer_memory, moments
@@ -322,12 +322,12 @@ def test_blocks_that_moba_selects_are_kept_for_the_backward_pass() -> None:
 def test_a_kinds_own_activations_are_kept_for_all_layers_or_recomputed_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak is in the last block: it moves there with so many activations."""
     tokens, own = 8192, 10**6
-    token_bytes = FullCosts.token_bytes
+    token_bytes = FullKind.token_bytes
     found = {}
     for checkpointing in ("none", "full"):
         before = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K", activation_checkpointing=checkpointing)
         with monkeypatch.context() as patch:
-            patch.setattr(FullCosts, "token_bytes", lambda *given: token_bytes(*given)._replace(activations=own))
+            patch.setattr(FullKind, "token_bytes", lambda *given: token_bytes(*given)._replace(activations=own))
             after = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K", activation_checkpointing=checkpointing)
         found[checkpointing] = (after.activations - before.activations) / (tokens * own)
     assert found["none"] == pytest.approx(16, rel=0.05)

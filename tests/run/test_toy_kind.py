@@ -12,8 +12,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moba_train.attention import registry
-from moba_train.attention.full.full_kind import FullCosts, FullKind
-from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, StageContext
+from moba_train.attention.full.full_kind import FullKind, full_pairs
+from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.config.base import Section
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
@@ -71,8 +71,8 @@ class ToyKind(AttentionKind):
         gate_TH = parameters.proj(layer.x_TD).sigmoid()
         return out_THd * gate_TH.unsqueeze(-1), self.options.pull * (gate_TH.float() - 0.25).square().mean(-1)
 
-    def costs(self, model: ModelConfig) -> KindCosts:
-        return FullCosts(self, model)
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        return full_pairs(lengths)
 
 
 def train_with_toy(*command: str) -> int:

@@ -153,7 +153,7 @@ def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resume
     assert len(stage.attention[0].options.model_dump()["alpha"]) == 4
     kinds = build_attention(stage.attention, 8)
     for at, length in enumerate((32, 64)):
-        density = sum(kind.costs(config.model).pairs([length]) for kind in kinds) / 2 / (length**2 / 2)
+        density = sum(kind.pairs(config.model, [length]) for kind in kinds) / 2 / (length**2 / 2)
         assert density <= 0.6
         assert float(lines[3].split()[1 + at]) == pytest.approx(density, abs=5e-4)
     assert main([str(recipe), "--stop-at-step", "1"]) == 0

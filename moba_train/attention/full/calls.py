@@ -15,10 +15,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moba_train.attention.kernels.common.geometry import rows_before
 from moba_train.attention.kernels.common.merge import merge, nothing_seen
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.varlen import Segments, VarlenKernel
-from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges, kept
+from moba_train.attention.layout import Layout, TokenRanges, joined_ranges, kept
 from moba_train.attention.protocol import BackwardState, Gradients
 
 
@@ -88,29 +89,18 @@ KernelCalls = list[tuple[slice, list[KernelCall]]]
 @kept
 def kernel_calls(layout: Layout, bottom_right: bool) -> KernelCalls:
     """The calls for a kernel with that causal mask (`VarlenKernel.bottom_right`)."""
-    q_edges, k_edges = (_document_edges(layout.cu_seqlens, ranges) for ranges in (layout.q_ranges, layout.k_ranges))
+    # int32 [docs + 1]: where each document begins among the given queries and keys.
+    q_edges, k_edges = (rows_before(layout.cu_seqlens, ranges) for ranges in (layout.query_ranges, layout.key_ranges))
 
     def call(rows: slice, keys: slice, causal: bool) -> KernelCall:
         # Bounds from ranges alone: exact lengths would make the host wait for the GPU.
         max_q, max_k = (min(layout.max_seqlen, part.stop - part.start) for part in (rows, keys))
         return KernelCall(keys, Segments(_clip(q_edges, rows), _clip(k_edges, keys), max_q, max_k, causal))
 
-    everything = (TokenRange(0, layout.total),)
-    q_ranges, k_ranges = (everything if ranges is None else ranges for ranges in (layout.q_ranges, layout.k_ranges))
     return [
         (chunk.rows, [call(chunk.rows, keys, causal) for keys, causal in chunk.visible(bottom_right)])
-        for chunk in query_chunks(q_ranges, k_ranges)
+        for chunk in query_chunks(layout.query_ranges, layout.key_ranges)
     ]
-
-
-def _document_edges(cu_seqlens: Tensor, ranges: TokenRanges | None) -> Tensor:
-    """int32 [docs + 1]: where each document begins among the rows of these ranges."""
-    if ranges is None:
-        return cu_seqlens
-    edges = torch.zeros_like(cu_seqlens)
-    for start, stop in ranges:
-        edges += (cu_seqlens - start).clamp_(0, stop - start)
-    return edges
 
 
 def _clip(edges: Tensor, rows: slice) -> Tensor:

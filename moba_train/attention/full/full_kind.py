@@ -10,12 +10,12 @@ from torch import Tensor
 from moba_train.attention.facets import Decodes, decode_as_trained
 from moba_train.attention.full import calls
 from moba_train.attention.full.kernels import BACKENDS
-from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.block_attention import BlockAttention, HeadsSelection
 from moba_train.attention.kernels.common.cached_keys import CachedKeys
 from moba_train.attention.kernels.common.geometry import history_blocks, history_bound
 from moba_train.attention.kernels.table import call_problem, kernel_decodes
 from moba_train.attention.kernels.varlen import TorchFlash, VarlenKernel
-from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.kind import AttentionKind, KindFacts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection, head_parts
 from moba_train.config.base import Section
@@ -43,8 +43,7 @@ class FullAttention(LocalAttention, Decodes):
             "PyTorch; auto: the fastest that can do it",
         )
 
-    def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
-        assert isinstance(options, FullAttention.Options)
+    def __init__(self, options: Options, head_dim: int, softmax_scale: float | None = None) -> None:
         self.options = options
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         self.by_block = BlockAttention(_BLOCK, self.scale, "auto", "attention.full.backend")
@@ -54,13 +53,14 @@ class FullAttention(LocalAttention, Decodes):
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D], lse [H, T]) over the given keys that causality allows."""
         if self.fixed_order_by_blocks(q_THD, layout):
-            return self.attend_by_blocks(q_THD, k_SKD, v_SKD, layout)
+            parts = self._every_block(q_THD, k_SKD, layout)
+            return self.by_block.attend_in_parts(q_THD, k_SKD, v_SKD, layout, parts)
         return calls.attend(self.pick(q_THD, layout), q_THD, k_SKD, v_SKD, layout, self.scale)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
         if self.fixed_order_by_blocks(state.q, layout):
-            return self.attend_backward_by_blocks(state, layout)
+            return self.by_block.attend_backward_in_parts(state, layout, self._every_block(state.q, state.k, layout))
         return calls.attend_backward(self.pick(state.q, layout), state, layout, self.scale)
 
     def fixed_order_by_blocks(self, q_THD: Tensor, layout: Layout) -> bool:
@@ -76,26 +76,8 @@ class FullAttention(LocalAttention, Decodes):
             return False
         return self.pick(q_THD, layout) is TorchFlash
 
-    def attend_by_blocks(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """(out, lse) of `attend`, block by block."""
-        out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        lse = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0]), dtype=torch.promote_types(q_THD.dtype, torch.float32))
-        for of, kv, selection in self._every_block(q_THD, k_SKD, layout):
-            attended = self.by_block.attend(q_THD[:, of], k_SKD[:, kv], v_SKD[:, kv], layout, selection)
-            out[:, of], lse[of] = attended
-        return out, lse
-
-    def attend_backward_by_blocks(self, state: BackwardState, layout: Layout) -> Gradients:
-        """(dq, dk, dv) of `attend`, block by block."""
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
-        for of, kv, selection in self._every_block(state.q, state.k, layout):
-            gradients = self.by_block.attend_backward(state.part(heads=of, kv_heads=kv), layout, selection)
-            dq[:, of], dk[:, kv], dv[:, kv] = gradients
-        return dq, dk, dv
-
-    def _every_block(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Iterator[tuple[slice, slice, Selection]]:
-        """Query heads, their key/value heads and the selection of every block, for as many heads at a time as
-        `_ENTRIES` allows."""
+    def _every_block(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Iterator[HeadsSelection]:
+        """The selection of every block, for as many heads at a time as `_ENTRIES` allows."""
         tokens, heads, _ = q_THD.shape
         kv_heads = k_SKD.shape[1]
         selected_TC = history_blocks(layout, self.by_block.block_size)
@@ -103,7 +85,8 @@ class FullAttention(LocalAttention, Decodes):
         for of, kv in head_parts(heads, kv_heads, together):
             # Every head has the same list, but the kernels read one for each.
             selected_HTC = selected_TC.repeat(of.stop - of.start, 1, 1)
-            yield of, kv, self.by_block.selection(selected_HTC, q_THD[:, of], layout, kv_heads=kv.stop - kv.start)
+            selection = self.by_block.selection(selected_HTC, q_THD[:, of], layout, kv_heads=kv.stop - kv.start)
+            yield HeadsSelection(of, kv, selection)
 
     def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
         """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""
@@ -139,14 +122,13 @@ class FullKind(AttentionKind):
     Options = FullAttention.Options
     facts = KindFacts(takes_sink=True)
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: FullAttention.Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
         self.attentions = (FullAttention(options, head_dim),)
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: FullAttention.Options, context: StageContext) -> Iterator[str]:
         """A backend that is not reproducible in a deterministic run, or not for the run's device."""
-        assert isinstance(options, FullAttention.Options)
         if context.deterministic and options.backend == "cudnn":
             yield (
                 f"backend: given 'cudnn' {context.layers}, whose backward pass is not reproducible, with "
@@ -159,21 +141,36 @@ class FullKind(AttentionKind):
                 f"{context.device}; set auto"
             )
 
-    def costs(self, model: ModelConfig) -> "FullCosts":
-        """Costs of dense attention."""
-        return FullCosts(self, model)
-
-
-class FullCosts(KindCosts):
-    """Costs of a layer with full attention."""
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Half of each document's square."""
         return full_pairs(lengths)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Flash kernels sum the gradients of queries in float32."""
-        return TokenBytes(workspace=4 * self.model.heads * self.model.head_width)
+        return TokenBytes(workspace=4 * model.heads * model.head_width)
+
+
+class KindAround(AttentionKind):
+    """Base class of kinds that compare another one with full attention, and have its name, facts and costs."""
+
+    def __init__(self, own: AttentionKind) -> None:
+        super().__init__(own.options, own.head_dim)
+        self.name = own.name  # type: ignore[misc]  # by which the layer finds the parameters of its kind
+        self.facts = own.facts
+        self.attentions = own.attentions
+        self.own = own
+
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Pairs of the own kind."""
+        return self.own.pairs(model, lengths)
+
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Operations of the own kind."""
+        return self.own.flops(model, lengths)
+
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
+        """Memory of the own kind."""
+        return self.own.token_bytes(model, batch)
 
 
 def full_pairs(lengths: Sequence[int]) -> float:

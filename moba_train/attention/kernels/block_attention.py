@@ -8,9 +8,10 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 
 import logging
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -84,6 +85,15 @@ def _log_once(message: str) -> None:
     logger.info(message)
 
 
+class HeadsSelection(NamedTuple):
+    """The selection of some query heads, their key/value heads, and the spans that `BlockAttention.attend` takes."""
+
+    heads: slice
+    kv_heads: slice
+    selection: Selection
+    spans: KeySpans | None = None
+
+
 @dataclass(frozen=True)
 class BlockAttention:
     """Each query and head attends to its diagonal block, causally, and to selected earlier blocks of its document.
@@ -139,6 +149,27 @@ class BlockAttention:
         """(dq, dk, dv) of `attend`."""
         backend = self._picked(state.q, layout, selection[0].shape[2])
         return backend.attend_backward(state, layout, selection, **self._arguments(spans))
+
+    def attend_in_parts(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, parts: Iterable[HeadsSelection]
+    ) -> tuple[Tensor, Tensor]:
+        """`attend` of some heads after the others; `parts` have all heads."""
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        lse_HT = q_THD.new_empty(q_THD.shape[1::-1], dtype=reference.accumulation_dtype(q_THD.dtype))
+        for of, kv, selection, spans in parts:
+            attended = self.attend(q_THD[:, of], k_SKD[:, kv], v_SKD[:, kv], layout, selection, spans)
+            out_THD[:, of], lse_HT[of] = attended
+        return out_THD, lse_HT
+
+    def attend_backward_in_parts(
+        self, state: BackwardState, layout: Layout, parts: Iterable[HeadsSelection]
+    ) -> Gradients:
+        """(dq, dk, dv) of `attend_in_parts`."""
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
+        for of, kv, selection, spans in parts:
+            gradients = self.attend_backward(state.part(heads=of, kv_heads=kv), layout, selection, spans)
+            dq[:, of], dk[:, kv], dv[:, kv] = gradients
+        return dq, dk, dv
 
     def _arguments(self, spans: KeySpans | None) -> dict[str, Any]:
         sizes = {"block_size": self.block_size, "scale": self.scale}

@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moba_train.attention.kernels.common.geometry import block_bound, block_edges, in_one_range
+from moba_train.attention.kernels.common.geometry import block_bound, block_edges, in_one_range, rows_before
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.composed_rows import sorted_parts
 from moba_train.attention.kernels.table import triton_runs_on
@@ -172,10 +172,7 @@ def _diagonal_segments(layout: Layout, block_size: int) -> Segments:
     ranges = joined_ranges(layout.q_ranges)
     # The kernels end causal masks at a segment's last key, so a block's keys behind the last query are cut off from it.
     cu_k = torch.cat([edges, edges.new_tensor([stop for _, stop in ranges])]).sort().values
-    cu_q = torch.zeros_like(cu_k)
-    for start, stop in ranges:
-        cu_q += (cu_k - start).clamp_(0, stop - start)
-    return Segments(cu_q, cu_k, longest, longest, causal=True)
+    return Segments(rows_before(cu_k, ranges), cu_k, longest, longest, causal=True)
 
 
 def block_lists(selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:

@@ -50,15 +50,15 @@ def previous(x_nx: Tensor, name: str, count: int, shard: Shard) -> Tensor:
     `Shard.gather`.
     """
     ranges = shard.layout.query_ranges
-    if shard.generation is not None:
-        states = shard.generation.states
-        heads_rcx = states.get(name, x_nx.new_zeros((len(ranges), count, *x_nx.shape[1:])))
-        states[name] = _tails(x_nx, ranges, heads_rcx)
-        return _previous(x_nx, heads_rcx, *layout_arguments(shard.layout), [])
+    states = None if shard.generation is None else shard.generation.states
     by_rank = shard.place.ranges_by_rank
-    if len(by_rank) == 1:
-        nothing_rcx = x_nx.new_zeros((len(ranges), count, *x_nx.shape[1:]))
-        return _previous(x_nx, nothing_rcx, *layout_arguments(shard.layout), [])
+    if states is not None or len(by_rank) == 1:
+        heads_rcx = None if states is None else states.get(name)
+        if heads_rcx is None:
+            heads_rcx = x_nx.new_zeros((len(ranges), count, *x_nx.shape[1:]))
+        if states is not None:
+            states[name] = _tails(x_nx, ranges, heads_rcx)
+        return _previous(x_nx, heads_rcx, *layout_arguments(shard.layout), [])
     most = max(map(len, by_rank))
     tails_rcx = _tails(x_nx, ranges, x_nx.new_zeros((most, count, *x_nx.shape[1:])))
     tails_Ncx = shard.all_ranks(tails_rcx).flatten(0, 1)

@@ -10,7 +10,6 @@ from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     KindFacts,
     LayerInput,
     MicroBatch,
@@ -20,7 +19,6 @@ from moba_train.attention.kind import (
 from moba_train.attention.moba.key_convolution import KeyConvolution
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.statistics import SOFTMAX
-from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
 
@@ -30,22 +28,20 @@ class MobaKind(AttentionKind):
     name = "moba"
     statistics = SOFTMAX | SELECTION
     Options = MobaAttention.Options
+    options: MobaAttention.Options
     # A model with `key_conv` is not exported at all.
     facts = KindFacts(frozenset({"backend", "key_conv"}), takes_sink=True)
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: MobaAttention.Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, MobaAttention.Options)
-        self.moba_options = options
-        self.attentions = (self._attention(options),)
+        self.attentions = (self._attention(),)
 
-    def _attention(self, options: MobaAttention.Options) -> MobaAttention:
-        return MobaAttention(options, self.head_dim, section=f"attention.{self.name}")
+    def _attention(self) -> MobaAttention:
+        return MobaAttention(self.options, self.head_dim, section=f"attention.{self.name}")
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: MobaAttention.Options, context: StageContext) -> Iterator[str]:
         """A block longer than the sequence, more forced blocks than topk, and a backend that cannot run."""
-        assert isinstance(options, MobaAttention.Options)
         yield from too_long(context, options, "block_size")
         forced = {"current", *options.always}
         if options.topk < len(forced):
@@ -58,9 +54,8 @@ class MobaKind(AttentionKind):
         yield from refused_triton(context, options.backend, reason)
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:
+    def parameters(cls, options: MobaAttention.Options, model: ModelConfig, layer: int) -> nn.Module | None:
         """The convolution over keys, if there is one."""
-        assert isinstance(options, MobaAttention.Options)
         return KeyConvolution(model.kv_heads * model.head_width, options.key_conv) if options.key_conv else None
 
     @classmethod
@@ -71,41 +66,31 @@ class MobaKind(AttentionKind):
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, None]:
         """One engine call, on keys behind the convolution."""
         k_TKd = layer.k_TKd
-        if self.moba_options.key_conv:
+        if self.options.key_conv:
             assert isinstance(parameters, KeyConvolution)
             k_TKd = parameters(k_TKd, layer.engine.shard(layer.layout))
         rotated = layer.rotate(layer.q_THd), layer.rotate(k_TKd)
         return layer.engine(*rotated, layer.v_TKd, self.attentions[0], layer.layout, *layer.sink)[0], None
 
-    def costs(self, model: ModelConfig) -> "MobaCosts":
-        """Costs of attention to the selected blocks, and of the gate."""
-        return MobaCosts(self, model)
-
-
-class MobaCosts(KindCosts):
-    """Costs of a layer with MoBA."""
-
-    kind: MobaKind
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Own blocks up to the query, and at most topk - 1 complete blocks before."""
-        options = self.kind.moba_options
+        options = self.options
         return sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Attention to the selected blocks, and the gate."""
-        return super().flops(lengths) + gate_flops(self.model, lengths, self.kind.moba_options.block_size)
+        return super().flops(model, lengths) + gate_flops(model, lengths, self.options.block_size)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved are the selected block ids and their inverse lists, int32 each; none if every block is selected. With
         key_conv and without activation checkpointing, in 16 bits: the keys before it, those of the tokens before, and
         their sum."""
-        options, model = self.kind.moba_options, self.model
+        options = self.options
         saved = 2 * model.kv_heads * model.head_width * (options.key_conv + 1) if options.key_conv else 0
         if batch.seq_len > options.topk * options.block_size:
             # Ids and slots are int32, one of each for every query head and block.
             saved += 2 * 4 * model.heads * options.history_blocks
-        return super().token_bytes(batch)._replace(saved=saved)
+        return super().token_bytes(model, batch)._replace(saved=saved)
 
 
 def gate_flops(model: ModelConfig, lengths: Sequence[int], block_size: int) -> float:

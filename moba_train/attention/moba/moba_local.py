@@ -8,7 +8,7 @@ from typing import Literal, Protocol, cast
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.block_sparse import DenseOrSparse, listed_blocks
+from moba_train.attention.block_sparse import BlockOptions, DenseOrSparse, listed_blocks
 from moba_train.attention.facets import Gate, Gated, SelectedBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
@@ -18,7 +18,7 @@ from moba_train.attention.layout import Layout
 from moba_train.attention.moba import gate
 from moba_train.attention.protocol import AttentionFacts, Selection
 from moba_train.attention.statistics import Statistics
-from moba_train.config.base import Length, Section
+from moba_train.config.base import Length
 
 
 class Selector(Protocol):
@@ -59,7 +59,7 @@ def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, hi
 class MobaAttention(DenseOrSparse, Gated):
     """Mixture of Block Attention: each query and head attends to its own block and to its top-k blocks of history."""
 
-    class Options(Section):
+    class Options(BlockOptions):
         """Options of `kind: moba`."""
 
         block_size: Length = Field(512, description="tokens per block; blocks start again with each document")
@@ -70,33 +70,20 @@ class MobaAttention(DenseOrSparse, Gated):
         always: tuple[Literal["current", "previous", "first"], ...] = Field(
             ("current",), description="blocks that are selected regardless of their gate; they count towards topk"
         )
-        backend: Literal["auto", "triton", "composed", "reference"] = Field(
-            "auto",
-            description="triton: kernels for CUDA and 16-bit dtypes; composed: varlen flash attention over gathered "
-            "queries, then a merge; reference: plain PyTorch, any device; auto: dense attention where no document is "
-            "longer than block_size x topk, else triton where it can run, else composed where it can run",
-        )
-
         key_conv: Literal[0, 3, 5] = Field(
             0,
             description="tokens of a causal convolution over the keys of a document, one for each channel, with "
             "trained weights: k + silu(convolution of k), before the rotary embedding; 0: none",
         )
 
-        @property
-        def history_blocks(self) -> int:
-            """Blocks before its own that a query selects, at most: the own block is one of `topk`."""
-            return self.topk - 1
-
     blocks: BlockAttention
     local_blocks: int = 1
     """Number of blocks, up to its own, that each query attends to in any case: the gate selects among those before."""
 
     def __init__(
-        self, options: Section, head_dim: int, softmax_scale: float | None = None, *, section: str = "attention.moba"
+        self, options: Options, head_dim: int, softmax_scale: float | None = None, *, section: str = "attention.moba"
     ) -> None:
         """`section`: YAML path of the options, for messages."""
-        assert isinstance(options, MobaAttention.Options)
         forced = {"current", *options.always}
         if len(forced) > options.topk:
             raise ValueError(f"always: {options.always} forces {len(forced)} blocks, topk is {options.topk}")

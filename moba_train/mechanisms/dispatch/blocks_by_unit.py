@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.block_sparse import DenseOrSparse
-from moba_train.attention.kernels.common.geometry import block_edges, history_blocks, history_bound
+from moba_train.attention.kernels.common.geometry import block_edges, history_blocks, history_bound, rows_before
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.composed import MOST_ELEMENTS, heads_at_once
 from moba_train.attention.kernels.composed_rows import SortedPart, sorted_parts
@@ -169,8 +169,7 @@ class BlocksByUnit:
         # A deterministic backward pass of some kernels has a dq for each group of keys, all in memory at once.
         limit = max(1, limit // kernel.dq_buffers(blocks, queries.q_FD.device))
         longest = min(self.block_size, layout.max_seqlen)
-        ranges = ((0, layout.total),) if layout.k_ranges is None else layout.k_ranges
-        given = sum(stop - start for start, stop in ranges)
+        given = sum(stop - start for start, stop in layout.key_ranges)
         for _, parts in sorted_parts(queries.units_FC.unsqueeze(0), 1, limit, blocks, edges, longest, given):
             yield from ((kernel, part) for part in parts)
 
@@ -183,14 +182,7 @@ class BlocksByUnit:
 @kept
 def _given_edges(layout: Layout, block_size: int) -> Tensor:
     """int32 [N + 1]: where each block begins among the given rows; blocks that are not given are empty."""
-    edges = block_edges(layout, block_size)
-    if layout.k_ranges is None:
-        return edges
-    given = torch.zeros_like(edges)
-    for start, stop in layout.k_ranges:
-        # The sum over the ranges of how much of each lies before an edge: no lookup, and no wait for the device.
-        given += (edges - start).clamp_(0, stop - start)
-    return given
+    return rows_before(block_edges(layout, block_size), layout.key_ranges)
 
 
 def _kernel(q_NHD: Tensor, layout: Layout, block_size: int) -> type[VarlenKernel]:

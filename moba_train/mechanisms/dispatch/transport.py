@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.merge import merge
+from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
@@ -41,7 +42,6 @@ from moba_train.parallel.context.transport.base import (
     Transport,
     TransportSpec,
     padded_lse,
-    sum_dtype,
 )
 from moba_train.parallel.context.units import owned_units, rows_of_own_units, rows_of_shard, summaries_of_own_units
 
@@ -138,7 +138,7 @@ class Dispatch(Transport):
         # By the owner, not by the query's rank: a unit that straddles two shards is complete only there.
         own_UHD, own_HU = units.attend_own(q_UHD, k_UKD, v_UKD, owner.layout)
         # Joined in float32: up to cp results are added, each rounded once.
-        out_nHD = owner.give_back(own_UHD).to(sum_dtype(q_LHD.dtype)).contiguous()
+        out_nHD = owner.give_back(own_UHD).to(accumulation_dtype(q_LHD.dtype)).contiguous()
         lse_nH = owner.give_back(own_HU.T.contiguous())
         if routing.weights_HnW is not None:
             out_nHD *= routing.weights_HnW[..., 0].T.unsqueeze(-1)
@@ -163,7 +163,7 @@ class Dispatch(Transport):
         state = state.part(rows=slice(0, call.sequence.tokens(self.rank)))
         own = owner.own_state(state._replace(k=k_UKD, v=v_UKD), routing.weights_HnW)
         dq_UHD, dk_UKD, dv_UKD = units.attend_own_backward(own, owner.layout)
-        dq_nHD = owner.give_back(dq_UHD).to(sum_dtype(dq_UHD.dtype)).contiguous()
+        dq_nHD = owner.give_back(dq_UHD).to(accumulation_dtype(dq_UHD.dtype)).contiguous()
         q_rows, dout_rows, out_rows = (x.flatten(0, 1) for x in (state.q, state.dout, state.out))
         for kv_head, route in routing.routes():
             queries = route.send(q_rows)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.experts import parallel, step
 from moba_train.mechanisms.experts.balance import Balance
@@ -33,9 +32,8 @@ class MixtureOfExperts(RegisteredFeedForward):
     bias: Tensor
     """Bias of the choice of each expert, float32 [E]. It also names the layer to its `Balance`, by its address."""
 
-    def __init__(self, options: Section, model: ModelConfig) -> None:
+    def __init__(self, options: MoeOptions, model: ModelConfig) -> None:
         super().__init__()
-        assert isinstance(options, MoeOptions)
         self.options = options
         self.router = Router(model.hidden_size, options.experts, options.bias)
         self.experts = Experts(options, model.hidden_size)
@@ -93,9 +91,8 @@ class MixtureOfExperts(RegisteredFeedForward):
         return out_TD * logits_T1.sigmoid().to(out_TD.dtype)
 
     @classmethod
-    def costs(cls, options: Section, model: ModelConfig) -> FeedForwardCosts:
+    def costs(cls, options: MoeOptions, model: ModelConfig) -> FeedForwardCosts:
         """Costs of a layer."""
-        assert isinstance(options, MoeOptions)
         expert = 3 * model.hidden_size * options.intermediate_size
         biases = options.bias * (2 * options.intermediate_size + model.hidden_size)
         router = model.hidden_size * options.experts
@@ -118,18 +115,16 @@ class MixtureOfExperts(RegisteredFeedForward):
         )
 
     @classmethod
-    def function(cls, options: Section) -> dict[str, Any]:
+    def function(cls, options: MoeOptions) -> dict[str, Any]:
         """The options by path, without `layers` and those of the balance."""
-        assert isinstance(options, MoeOptions)
         training = {"balance", "aux_loss", "aux_loss_over", "bias_update", "z_loss", "counted"}
         router = options.router.model_dump(exclude=training)
         found = options.model_dump(exclude={"layers", "router"})
         return found | {f"router.{key}": value for key, value in router.items()}
 
     @classmethod
-    def adding_buffers(cls, options: Section) -> dict[str, Any]:
+    def adding_buffers(cls, options: MoeOptions) -> dict[str, Any]:
         """The balance if it has biases."""
-        assert isinstance(options, MoeOptions)
         return {"router.balance": options.router.balance} if options.router.has_bias else {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MixtureOfExperts":

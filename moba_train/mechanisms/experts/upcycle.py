@@ -20,7 +20,7 @@ _EXPERTS = ".feed_forward.experts."
 
 def upcycled(model: ModelConfig, experts: int, active: int) -> ModelConfig:
     """The shape with experts in every layer. Raises CheckpointError if that cannot be."""
-    if model.given_feed_forwards:
+    if model.given_members:
         raise CheckpointError(f"--experts: given {experts}, but the model has experts; allowed: a dense model")
     if model.activation != "silu":
         raise CheckpointError(

@@ -8,20 +8,19 @@ inputs are detached: the divergence trains the gate alone, and the loss of the l
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.block_sparse import GivenBlocks, refused_triton, too_long
+from moba_train.attention.block_sparse import BlockOptions, GivenBlocks, refused_triton, too_long
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     KindFacts,
     LayerInput,
     MicroBatch,
@@ -32,13 +31,14 @@ from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import AttentionCall, statistics_observer
 from moba_train.attention.shard import Shard, attends_to_all, own_rows, padded
 from moba_train.attention.statistics import SOFTMAX
-from moba_train.config.base import Length, Section
+from moba_train.config.base import Length
+from moba_train.config.model import ModelConfig
 
 Features = tuple[Tensor, Tensor]
 """Features of queries and features of keys, which the gate compares; differentiable in the gate's parameters."""
 
 
-class GateOptions(Section):
+class GateOptions(BlockOptions):
     """Options that kinds with a distilled gate share."""
 
     mode: Literal["warmup", "sparse"] = Field(
@@ -60,17 +60,6 @@ class GateOptions(Section):
         description="the divergence of one of each N queries of a document, counted N times, so that its mean is about "
         "that of all; seer: of one of each N blocks of queries; 1: of all",
     )
-    backend: Literal["auto", "triton", "composed", "reference"] = Field(
-        "auto",
-        description="how attention to the selected blocks is computed; triton: kernels for CUDA and 16-bit dtypes; "
-        "composed: varlen flash attention over gathered queries, then a merge; reference: plain PyTorch, any device, "
-        "and for the gate too; auto: triton where it can run, else composed where it can run",
-    )
-
-    @property
-    def history_blocks(self) -> int:
-        """Blocks before its own that a query attends to, at most: the own block is one of `topk`."""
-        return self.topk - 1
 
     @property
     def forced(self) -> tuple[int, int]:
@@ -78,16 +67,25 @@ class GateOptions(Section):
         return 0, 1
 
 
+class Teacher(NamedTuple):
+    """Attention that a gate learns from, of rotated queries and keys, without gradients."""
+
+    q_nHd: Tensor
+    k_TKd: Tensor
+    lse_Hn: Tensor
+    selected_HnC: Tensor | None
+    """The history blocks that it went to; None: all."""
+
+
 class DistilledGate(AttentionKind):
     """Base class: a kind gives its options, its parameters, its gate's features, their choice and their divergence."""
 
     Options = GateOptions
+    options: GateOptions
     statistics = SOFTMAX | SELECTION
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: GateOptions, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, GateOptions)
-        self.gate_options = options
         self.full = FullAttention(FullAttention.Options(), head_dim)
         key = f"attention.{self.name}.backend"
         first, local = options.forced
@@ -101,7 +99,7 @@ class DistilledGate(AttentionKind):
     @property
     def needs_full(self) -> bool:
         """True if the layer computes full attention."""
-        return self.gate_options.mode == "warmup"
+        return self.options.mode == "warmup"
 
     @classmethod
     def attends_by(cls, options: GateOptions, head_dim: int) -> type[GivenBlocks]:
@@ -120,9 +118,8 @@ class DistilledGate(AttentionKind):
         return 1
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: GateOptions, context: StageContext) -> Iterator[str]:
         """A block longer than the sequence, a divergence of no query, and a backend that cannot run."""
-        assert isinstance(options, GateOptions)
         yield from too_long(context, options, "block_size")
         most = 2 * -(-context.seq_len // cls.sampled_at_once(options)) - 1  # the first that counts is the middle one
         if options.kl_every > most and (options.mode == "warmup" or options.train_gate):
@@ -143,28 +140,18 @@ class DistilledGate(AttentionKind):
         `q_nHd`, `k_TKd`: rotated."""
 
     @abstractmethod
-    def divergence(
-        self,
-        features: Features,
-        shard: Shard,
-        q_nHd: Tensor,
-        k_TKd: Tensor,
-        lse_Hn: Tensor,
-        selected_HnC: Tensor | None,
-    ) -> Tensor:
+    def divergence(self, features: Features, shard: Shard, teacher: Teacher) -> Tensor:
         """The gate's KL divergence for each query of the shard, float32 or float64 [n] in nats: of one
         of each `kl_every` queries, as many times, and 0 for the others.
 
-        From rotated q and k without gradient. `selected_HnC`: what the attention with this `lse` went to; None: to
-        everything. Called on all ranks together.
+        Called on all ranks together.
         """
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: nn.Module) -> tuple[Tensor, Tensor | None]:
         """Full attention in the warm-up, else attention to the selected blocks; and the divergence while the gate
         learns."""
-        assert parameters is not None
         rotated = layer._replace(q_THd=layer.rotate(layer.q_THd), k_TKd=layer.rotate(layer.k_TKd))
-        if self.gate_options.mode == "warmup":
+        if self.options.mode == "warmup":
             return self._warm_up(layer, rotated, parameters)
         return self._sparse(layer, rotated, parameters)
 
@@ -188,8 +175,8 @@ class DistilledGate(AttentionKind):
         if not learns:
             return out_LHd, None
         lse_Hn = lse_HL[:, : len(q_nHd)]
-        kl_n = self.divergence(features, shard, q_nHd, k_TKd, lse_Hn, None)
-        return out_LHd, padded(kl_n * self.gate_options.kl_weight, len(layer.x_TD))
+        kl_n = self.divergence(features, shard, Teacher(q_nHd, k_TKd, lse_Hn, None))
+        return out_LHd, padded(kl_n * self.options.kl_weight, len(layer.x_TD))
 
     def _sparse(self, layer: LayerInput, rotated: LayerInput, parameters: nn.Module) -> tuple[Tensor, Tensor | None]:
         shard = layer.engine.shard(layer.layout)
@@ -203,46 +190,40 @@ class DistilledGate(AttentionKind):
         out_nHd, lse_Hn = shard.attend(q_nHd, k_TKd, v_TKd, self.blocks, selected_HnC)
         if not (self.facts.learns and torch.is_grad_enabled()):
             return padded(out_nHd, len(layer.x_TD)), None
-        teacher: tuple[Tensor, Tensor | None] = (lse_Hn, selected_HnC)
+        teacher = Teacher(q_nHd.detach(), k_TKd.detach(), lse_Hn, selected_HnC)
         if self.needs_full:
             with torch.no_grad():
                 # Of the teacher only the LSE counts: with it q and k give each probability again, block by block.
                 _, lse_HL = layer.engine(rotated.q_THd, rotated.k_TKd, rotated.v_TKd, self.full, layer.layout)
-            teacher = (lse_HL[:, : len(q_nHd)], None)
-        kl_n = self.divergence(features, shard, q_nHd.detach(), k_TKd.detach(), *teacher)
-        return padded(out_nHd, len(layer.x_TD)), padded(kl_n * self.gate_options.kl_weight, len(layer.x_TD))
+            teacher = teacher._replace(lse_Hn=lse_HL[:, : len(q_nHd)], selected_HnC=None)
+        kl_n = self.divergence(features, shard, teacher)
+        return padded(out_nHd, len(layer.x_TD)), padded(kl_n * self.options.kl_weight, len(layer.x_TD))
 
-
-class GateCosts(KindCosts):
-    """Costs of a layer with a distilled gate; a kind gives the gate's operations."""
-
-    kind: DistilledGate
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of full attention in the warm-up; else own blocks up to the query, and at most topk - 1 complete blocks
         before."""
-        options = self.kind.gate_options
+        options = self.options
         if options.mode == "warmup":
             return full_pairs(lengths)
         return sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Attention, the gate, and while it learns what it learns from."""
-        width = self.model.heads * self.model.head_width
-        flops = 12.0 * width * self.pairs(lengths)
-        if self.kind.needs_full and self.kind.gate_options.mode == "sparse":
+        width = model.heads * model.head_width
+        flops = 12.0 * width * self.pairs(model, lengths)
+        if self.needs_full and self.options.mode == "sparse":
             flops += 4.0 * width * full_pairs(lengths)
-        return flops + self.gate_flops(lengths)
+        return flops + self.gate_flops(model, lengths)
 
     @abstractmethod
-    def gate_flops(self, lengths: Sequence[int]) -> float:
+    def gate_flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Operations of the gate and of its divergence."""
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved in mode sparse are selected block ids and their inverse lists, int32 each, and gathered are keys and
         values; full attention in the warm-up is an engine call."""
-        workspace = super().token_bytes(batch).workspace if self.kind.needs_full else 0
-        options, model = self.kind.gate_options, self.model
+        workspace = super().token_bytes(model, batch).workspace if self.needs_full else 0
+        options = self.options
         if options.mode == "warmup":
             return TokenBytes(workspace=workspace)
         saved = 2 * 4 * model.heads * min(options.history_blocks, -(-batch.seq_len // options.block_size))

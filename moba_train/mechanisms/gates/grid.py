@@ -169,8 +169,7 @@ def _query_rows(layout: Layout, block_size: int, every: int) -> QueryRows:
     first_l[row_t] = grid.first_on_host[taken_t]
     queries_lB = torch.full((bound, block_size), -1)
     queries_lB[row_t, host.q_tokens[taken_t] - block_edges(host, block_size).long()[own_t]] = taken_t
-    ranges = ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges
-    ends = [0, *accumulate(stop - start for start, stop in ranges)]
+    ends = [0, *accumulate(stop - start for start, stop in layout.query_ranges)]
     edges = {int(row_n[at]) for start, stop in pairwise(ends) for at in (start, stop - 1)}
     return QueryRows(
         bound,

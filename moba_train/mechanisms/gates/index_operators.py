@@ -169,7 +169,7 @@ def distill(
     full attention. Gradients reach the index queries and the index keys, of shapes as for `select`. `reference`: in
     plain PyTorch. `every`: N times that of every N-th query of a document, 0 for the others.
     """
-    attended, rows = _sampled(q, k, lse, selected, layout, block_size, scale, every)
+    attended, rows = _sampled(Attended(q, k, lse, selected, layout, block_size, scale, every))
     kl_t = q.new_zeros(len(attended.q_nHd), dtype=accumulation_dtype(q.dtype))
     scored = _scored(pooled, reference, q_index, q)
     for part in scored(q_index[rows], k_index, attended):
@@ -182,20 +182,11 @@ def distill(
     return kl_n
 
 
-def _sampled(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    selected: Tensor | None,
-    layout: Layout,
-    block_size: int,
-    scale: float,
-    every: int,
-) -> tuple[Attended, slice | Tensor]:
-    """The attention of every N-th query, and the rows of these."""
-    rows = slice(None) if every == 1 else block_grid(layout, block_size, every).rows_n
-    selected = None if selected is None else selected[:, rows]
-    return Attended(q[rows], k, lse[:, rows], selected, layout, block_size, scale, every), rows
+def _sampled(whole: Attended) -> tuple[Attended, slice | Tensor]:
+    """The attention of every N-th of all queries, and the rows of these."""
+    rows = slice(None) if whole.every == 1 else whole.grid.rows_n
+    selected_KnC = None if whole.selected_KnC is None else whole.selected_KnC[:, rows]
+    return whole._replace(q_nHd=whole.q_nHd[rows], lse_Hn=whole.lse_Hn[:, rows], selected_KnC=selected_KnC), rows
 
 
 def _share(mass_gtb: Tensor) -> Tensor:
@@ -230,7 +221,7 @@ def _distill_backward(
     more memory than attention itself."""
     groups = q_index.shape[1]
     width = k_index.shape[1] // groups if pooled else q_index.shape[2]
-    attended, rows = _sampled(q, k, lse, selected, layout, block_size, scale, every)
+    attended, rows = _sampled(Attended(q, k, lse, selected, layout, block_size, scale, every))
     q_tKx = q_index[rows]
     dq_tKx = torch.zeros_like(q_tKx)
     shares = k_index.shape[1] == width

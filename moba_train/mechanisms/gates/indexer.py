@@ -30,7 +30,7 @@ from moba_train.config.base import Length, Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.gates import index_operators as operators
 from moba_train.mechanisms.gates.distilled_gate import Features
-from moba_train.mechanisms.gates.msa import IndexBranch, MsaCosts
+from moba_train.mechanisms.gates.msa import IndexBranch
 from moba_train.mechanisms.gates.qsa import QsaKind
 
 
@@ -141,9 +141,25 @@ class IndexerKind(QsaKind):
         sizes = options.block_size, options.history_blocks, self.pooled, reference
         return operators.select(*features, coarse_KnC, *where, *sizes, *options.forced, options.top_p, coarse_size)
 
-    def costs(self, model: ModelConfig) -> "IndexerCosts":
-        """Costs of attention and the indexer."""
-        return IndexerCosts(self, model)
+    @property
+    def index_heads(self) -> int:
+        """Index queries of a group."""
+        return self.options.index_heads or 1
+
+    def gate_flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Those of the index branch, of its weights, and of MoBA's gate."""
+        options = self.options
+        weights = model.hidden_size * model.kv_heads * (options.index_heads or 0)
+        flops = super().gate_flops(model, lengths) + 2.0 * weights * sum(lengths) * (2 if self.facts.learns else 1)
+        return flops + (gate_flops(model, lengths, options.coarse.block_size) if options.coarse else 0.0)
+
+    def scored(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Every block before; in two stages, those of the coarse blocks."""
+        options = self.options
+        if not options.coarse:
+            return super().scored(model, lengths)
+        coarse = options.coarse
+        return sum(attended_pairs(length, coarse.block_size, coarse.blocks) for length in lengths) / options.block_size
 
 
 class Indexer(IndexBranch):
@@ -153,28 +169,3 @@ class Indexer(IndexBranch):
         super().__init__(model, width, model.kv_heads, bool(model.qk_norm), heads or 1)
         self.groups = model.kv_heads
         self.weights = nn.Linear(model.hidden_size, model.kv_heads * heads, bias=False) if heads else None
-
-
-class IndexerCosts(MsaCosts):
-    """Costs of a layer with an indexer."""
-
-    kind: IndexerKind
-
-    def __init__(self, kind: IndexerKind, model: ModelConfig) -> None:
-        super().__init__(kind, model)
-        self.index_heads = kind.options.index_heads or 1
-
-    def gate_flops(self, lengths: Sequence[int]) -> float:
-        """Those of the index branch, of its weights, and of MoBA's gate."""
-        options, model = self.kind.options, self.model
-        weights = model.hidden_size * model.kv_heads * (options.index_heads or 0)
-        flops = super().gate_flops(lengths) + 2.0 * weights * sum(lengths) * (2 if self.kind.facts.learns else 1)
-        return flops + (gate_flops(model, lengths, options.coarse.block_size) if options.coarse else 0.0)
-
-    def scored(self, lengths: Sequence[int]) -> float:
-        """Every block before; in two stages, those of the coarse blocks."""
-        options = self.kind.options
-        if not options.coarse:
-            return super().scored(lengths)
-        coarse = options.coarse
-        return sum(attended_pairs(length, coarse.block_size, coarse.blocks) for length in lengths) / options.block_size

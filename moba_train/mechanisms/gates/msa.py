@@ -25,7 +25,7 @@ from moba_train.attention.shard import Shard, own_rows
 from moba_train.config.base import Length, Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.gates import index_operators as operators
-from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateCosts, GateOptions
+from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions, Teacher
 from moba_train.mechanisms.gates.short_blocks import ShortBlocks
 from moba_train.mechanisms.layout_operators import query_positions
 from moba_train.model.block import norm_of
@@ -67,6 +67,7 @@ class MsaKind(DistilledGate):
     """The query heads of a group attend to the blocks whose best tokens an index branch scores highest."""
 
     name = "msa"
+    options: IndexOptions
     pooled = False
     """True if a block's score is that of its mean index key, of which each group has its own."""
 
@@ -82,8 +83,7 @@ class MsaKind(DistilledGate):
         )
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
-        assert isinstance(options, IndexOptions)
+    def parameters(cls, options: IndexOptions, model: ModelConfig, layer: int) -> nn.Module:
         # As in MiniMax-M3: normalised where the model normalises q and k.
         width = options.index_dim or model.head_width
         return IndexBranch(model, width, cls.key_heads(options, model), bool(model.qk_norm))
@@ -125,80 +125,60 @@ class MsaKind(DistilledGate):
 
     def select_by_group(self, features: Features, where: LayoutArguments, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
         """int32 [K, n, C]: the selected history blocks of each group."""
-        options = self.gate_options
+        options = self.options
         sizes = options.block_size, options.history_blocks, self.pooled, options.backend == "reference"
         return operators.select(*features, None, *where, *sizes)
 
-    def divergence(
-        self,
-        features: Features,
-        shard: Shard,
-        q_nHd: Tensor,
-        k_TKd: Tensor,
-        lse_Hn: Tensor,
-        selected_HnC: Tensor | None,
-    ) -> Tensor:
+    def divergence(self, features: Features, shard: Shard, teacher: Teacher) -> Tensor:
         """The mean over groups."""
+        q_nHd, k_TKd, lse_Hn, selected_HnC = teacher
         selected_KnC = None if selected_HnC is None else selected_HnC[:: len(selected_HnC) // k_TKd.shape[1]]
         where = layout_arguments(shard.layout)
-        options = self.gate_options
+        options = self.options
         sizes = options.block_size, self.full.scale, self.pooled, options.backend == "reference", options.kl_every
         return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
 
-    def costs(self, model: ModelConfig) -> "MsaCosts":
-        """Costs of attention and the index branch."""
-        return MsaCosts(self, model)
+    @property
+    def index_heads(self) -> int:
+        """Index queries of a group."""
+        return 1
 
-
-class MsaCosts(GateCosts):
-    """Costs of a layer with an index branch."""
-
-    kind: MsaKind
-    index_heads = 1
-    """Index queries of a group."""
-
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Bytes of the base class, and index keys: gathered in mode sparse. In the warm-up, keys and index keys of
         other ranks are kept, from which the gate learns. Short blocks are kept by group; the backward pass lists them
         by block, which takes as many bytes twice."""
-        found = super().token_bytes(batch)
-        index = self._key_heads * self._index_width
+        found = super().token_bytes(model, batch)
+        index = self.key_heads(self.options, model) * self._index_width(model)
         if found.gathered is not None:
             found = found._replace(gathered=found.gathered + batch.width * index)
-            if not isinstance(self.kind.blocks, ShortBlocks):
+            if not isinstance(self.blocks, ShortBlocks):
                 return found
-            saved = found.saved * self.model.kv_heads // (2 * self.model.heads)
+            saved = found.saved * model.kv_heads // (2 * model.heads)
             return found._replace(saved=saved, workspace=found.workspace + 2 * saved)
-        others = (batch.cp - 1) * batch.width * (self.model.kv_heads * self.model.head_width + index)
+        others = (batch.cp - 1) * batch.width * (model.kv_heads * model.head_width + index)
         return found._replace(activations=others)
 
-    def gate_flops(self, lengths: Sequence[int]) -> float:
+    def gate_flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that
         are attended to."""
-        options, model, width = self.kind.gate_options, self.model, self._index_width
+        options = self.options
+        width = self._index_width(model)
         queries = model.kv_heads * self.index_heads
-        matrices = model.hidden_size * (queries + self._key_heads) * width
+        matrices = model.hidden_size * (queries + self.key_heads(self.options, model)) * width
         index = 2.0 * queries * width
         # The projections forward, and the gradient of their weights; the layer's input gets none.
-        learns = self.kind.facts.learns
-        scored = self.scored(lengths) / (options.kl_every if options.mode == "warmup" else 1)
+        learns = self.facts.learns
+        scored = self.scored(model, lengths) / (options.kl_every if options.mode == "warmup" else 1)
         flops = 2.0 * matrices * sum(lengths) * (2 if learns else 1) + index * scored
         if learns:
-            attended = self.pairs(lengths) / options.kl_every
+            attended = self.pairs(model, lengths) / options.kl_every
             # Probabilities of the heads; gradients of the index pass one token of a block.
             flops += 2.0 * model.heads * model.head_width * attended + 2 * index * attended / options.block_size
         return flops
 
-    def scored(self, lengths: Sequence[int]) -> float:
+    def scored(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of an index query and what it is compared with: every token before, or every block."""
-        return full_pairs(lengths) / (self.kind.gate_options.block_size if self.kind.pooled else 1)
+        return full_pairs(lengths) / (self.options.block_size if self.pooled else 1)
 
-    @property
-    def _key_heads(self) -> int:
-        return self.kind.key_heads(self.kind.gate_options, self.model)
-
-    @property
-    def _index_width(self) -> int:
-        options = self.kind.gate_options
-        assert isinstance(options, IndexOptions)
-        return options.index_dim or self.model.head_width
+    def _index_width(self, model: ModelConfig) -> int:
+        return self.options.index_dim or model.head_width

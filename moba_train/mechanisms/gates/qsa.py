@@ -34,8 +34,7 @@ class QsaKind(MsaKind):
         topk: int = Field(512, ge=1, description="entries each query attends to, its own included; 1: own entry only")
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
-        assert isinstance(options, IndexOptions)
+    def parameters(cls, options: IndexOptions, model: ModelConfig, layer: int) -> nn.Module:
         return IndexBranch(model, options.index_dim or model.head_width, model.kv_heads, norms=True)
 
     @classmethod

@@ -18,10 +18,9 @@ from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kind import LayerInput, MicroBatch, TokenBytes
 from moba_train.attention.layout import layout_arguments
 from moba_train.attention.shard import Shard, own_rows
-from moba_train.config.base import Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.gates import seer_operators as operators
-from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateCosts, GateOptions
+from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions, Teacher
 
 
 class SeerGate(nn.Module):
@@ -59,10 +58,10 @@ class SeerKind(DistilledGate):
             description="width of the gate's features, for each head; null: the head width",
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    options: Options
+
+    def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, SeerKind.Options)
-        self.seer_options = options
         # The queries of a block select by their mean.
         problem = "" if options.mode == "warmup" else _OWN_DECODE_PROBLEM
         self.facts = self.facts._replace(prefill_unit=options.block_size, own_decode_problem=problem)
@@ -73,8 +72,7 @@ class SeerKind(DistilledGate):
         return self.facts.learns
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
-        assert isinstance(options, SeerKind.Options)
+    def parameters(cls, options: Options, model: ModelConfig, layer: int) -> nn.Module:
         return SeerGate(model, options.gate_dim or model.head_width)
 
     @classmethod
@@ -85,7 +83,7 @@ class SeerKind(DistilledGate):
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
         """Features of every block's queries and keys, [N, H, w] and [N, K, w]; equal on all ranks of a sequence."""
         shard = layer.engine.shard(layer.layout)
-        block_size = self.gate_options.block_size
+        block_size = self.options.block_size
         positions_N, tokens_N = operators.blocks(*layout_arguments(shard.layout), block_size)
         rows = own_rows(layer.q_THd, shard).detach(), own_rows(layer.k_TKd, shard).detach()
         features = parameters(*_pooled(shard, *rows, tokens_N, block_size))
@@ -94,45 +92,29 @@ class SeerKind(DistilledGate):
 
     def select(self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
         """The blocks with the highest scores for each head and block of queries, the queries' own not counted."""
-        options = self.seer_options
+        options = self.options
         where = layout_arguments(shard.layout)
         return operators.select(
             *features, *where, len(q_nHd), options.block_size, options.history_blocks, options.threshold
         )
 
-    def divergence(
-        self,
-        features: Features,
-        shard: Shard,
-        q_nHd: Tensor,
-        k_TKd: Tensor,
-        lse_Hn: Tensor,
-        selected_HnC: Tensor | None,
-    ) -> Tensor:
+    def divergence(self, features: Features, shard: Shard, teacher: Teacher) -> Tensor:
         """Each query has the divergence of its block, the mean over heads."""
+        q_nHd, k_TKd, lse_Hn, selected_HnC = teacher
         assert selected_HnC is None, "the gate learns the map of full attention"
-        block_size = self.gate_options.block_size
+        block_size = self.options.block_size
         where = layout_arguments(shard.layout)
-        sizes = block_size, self.full.scale, self.gate_options.backend == "reference"
-        every = self.gate_options.kl_every
+        sizes = block_size, self.full.scale, self.options.backend == "reference"
+        every = self.options.kl_every
         own_map, ids_E, rows_EHN = operators.attention_map(q_nHd, k_TKd, lse_Hn, *where, *sizes, every)
         edges = shard.all_ranks(ids_E), shard.all_ranks(rows_EHN)
         kl_n, _ = operators.distill(*features, own_map, *edges, *where, len(q_nHd), block_size, every)
         return kl_n
 
-    def costs(self, model: ModelConfig) -> "SeerCosts":
-        """Costs of attention and the gate."""
-        return SeerCosts(self, model)
-
-
-class SeerCosts(GateCosts):
-    """Costs of a layer with SeerAttention."""
-
-    kind: SeerKind
-
-    def gate_flops(self, lengths: Sequence[int]) -> float:
+    def gate_flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Matrices and scores of blocks, and one more product of q and k if there is a map to learn."""
-        options, model, learns = self.kind.seer_options, self.model, self.kind.facts.learns
+        options = self.options
+        learns = self.facts.learns
         width = options.gate_dim or model.head_width
         blocks = [-(-length // options.block_size) for length in lengths]
         matrices = (model.heads + 3 * model.kv_heads) * model.head_width * width
@@ -146,14 +128,12 @@ class SeerCosts(GateCosts):
         learned = scores * (2 if options.mode == "sparse" else 3)
         return gate + 2.0 * (learned + model.heads * model.head_width * full_pairs(lengths)) / options.kl_every
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Selected blocks, and while the gate learns its target: float32, blocks by blocks for each head."""
-        found = super().token_bytes(batch)
-        options = self.kind.gate_options
-        target = (
-            4 * self.model.heads * -(-batch.seq_len // options.block_size) // (options.block_size * options.kl_every)
-        )
-        return found._replace(saved=found.saved + target) if self.kind.facts.learns else found
+        found = super().token_bytes(model, batch)
+        options = self.options
+        target = 4 * model.heads * -(-batch.seq_len // options.block_size) // (options.block_size * options.kl_every)
+        return found._replace(saved=found.saved + target) if self.facts.learns else found
 
 
 _OWN_DECODE_PROBLEM = (

@@ -12,17 +12,16 @@ D head width, C selected blocks.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.block_sparse import DenseOrSparse, listed_blocks, refused_triton, too_long
+from moba_train.attention.block_sparse import BlockOptions, DenseOrSparse, listed_blocks, refused_triton, too_long
 from moba_train.attention.facets import Gate, Gated, SelectedBlocks
 from moba_train.attention.full import FullAttention
-from moba_train.attention.kernels.block_attention import BlockAttention
-from moba_train.attention.kernels.common.geometry import KeySpans, QueryBlocks, query_blocks
+from moba_train.attention.kernels.block_attention import BlockAttention, HeadsSelection
+from moba_train.attention.kernels.common.geometry import QueryBlocks, query_blocks
 from moba_train.attention.kernels.common.selection import (
     SELECTION,
     Choice,
@@ -31,15 +30,15 @@ from moba_train.attention.kernels.common.selection import (
     selection_statistics,
 )
 from moba_train.attention.kernels.table import triton_problem
-from moba_train.attention.kind import AttentionKind, KindCosts, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.kind import AttentionKind, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.moba.moba_local import pick_selector
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection, head_parts
 from moba_train.attention.statistics import SOFTMAX, Statistics
-from moba_train.config.base import Length, Section
+from moba_train.config.base import Length
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.infllm_v2.scores import BlockScores, WindowSizes, window_means
+from moba_train.mechanisms.infllm_v2.scores import BlockScores, window_means
 from moba_train.mechanisms.local_blocks import LocalBlocks, with_local_blocks
 
 _ENTRIES = 2**25
@@ -86,52 +85,35 @@ class SharedBlocks:
     ) -> tuple[Tensor, Tensor]:
         """out [T, H, D] and lse [H, T] over the own, the local and the selected blocks, as far as their keys are
         given."""
-        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        wide = torch.promote_types(q_THD.dtype, torch.float32)
-        lse_HT = torch.empty(q_THD.shape[1::-1], dtype=wide, device=q_THD.device)
-        for of, kv in self._parts(selection):
-            part, spans = self._part(selection, kv, q_THD[:, of], layout)
-            tensors = q_THD[:, of], k_SKD[:, kv], v_SKD[:, kv]
-            out_THD[:, of], lse_HT[of] = self.blocks.attend(*tensors, layout, part, spans)
-        return out_THD, lse_HT
+        parts = self._parts(q_THD, layout, selection)
+        return self.blocks.attend_in_parts(q_THD, k_SKD, v_SKD, layout, parts)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
-        for of, kv in self._parts(selection):
-            some = state.part(heads=of, kv_heads=kv)
-            part, spans = self._part(selection, kv, some.q, layout)
-            dq[:, of], dk[:, kv], dv[:, kv] = self.blocks.attend_backward(some, layout, part, spans)
-        return dq, dk, dv
+        return self.blocks.attend_backward_in_parts(state, layout, self._parts(state.q, layout, selection))
 
-    def _parts(self, selection: Selection) -> Iterator[tuple[slice, slice]]:
-        """Query heads that attend at once, and their key/value heads."""
-        selected_KTC, _, sizes_HL0 = selection
-        # Ids are kept once for a group and repeated for each of its query heads here, so only for some heads at a time.
-        together = _ENTRIES // max(1, selected_KTC[0].numel() * len(sizes_HL0) // len(selected_KTC))
-        return head_parts(len(sizes_HL0), len(selected_KTC), together)
-
-    def _part(
-        self, selection: Selection, kv: slice, q_THD: Tensor, layout: Layout
-    ) -> tuple[Selection, KeySpans | None]:
-        """The selection of some heads as `BlockAttention` takes it, and the spans of local blocks; None where these
-        are among the selected."""
+    def _parts(self, q_THD: Tensor, layout: Layout, selection: Selection) -> Iterator[HeadsSelection]:
+        """The selection as `BlockAttention` takes it, without spans where local blocks are among the selected."""
         selected_KTC, local_T2, sizes_HL0 = selection
-        selected_KTC = selected_KTC[kv]
-        spans = None
-        if self.blocks.takes_spans(q_THD, layout, selected_KTC.shape[2]):
-            spans = self.local.spans(layout)
-        else:
-            selected_KTC = with_local_blocks(selected_KTC, local_T2, sizes_HL0.shape[1])
-        selected_HTC = selected_KTC.repeat_interleave(q_THD.shape[1] // len(selected_KTC), dim=0)
-        return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=len(selected_KTC)), spans
+        kv_heads, group = len(selected_KTC), len(sizes_HL0) // len(selected_KTC)
+        # Ids are kept once for a group and repeated for each of its query heads here, so only for some heads at a time.
+        for of, kv in head_parts(len(sizes_HL0), kv_heads, _ENTRIES // max(1, selected_KTC[0].numel() * group)):
+            some_KTC, some_q = selected_KTC[kv], q_THD[:, of]
+            spans = None
+            if self.blocks.takes_spans(some_q, layout, some_KTC.shape[2]):
+                spans = self.local.spans(layout)
+            else:
+                some_KTC = with_local_blocks(some_KTC, local_T2, sizes_HL0.shape[1])
+            some_HTC = some_KTC.repeat_interleave(group, dim=0)
+            part = self.blocks.selection(some_HTC, some_q, layout, kv_heads=len(some_KTC))
+            yield HeadsSelection(of, kv, part, spans)
 
 
 class InfLLMV2Attention(DenseOrSparse, Gated):
     """Each query attends to the first blocks of its document, to the local ones and to those with the highest scores;
     queries near the start of a document attend to everything."""
 
-    class Options(Section):
+    class Options(BlockOptions):
         """Options of `kind: infllm_v2`."""
 
         block_size: Length = Field(64, description="tokens per block; blocks start again with each document")
@@ -148,17 +130,6 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
             8192,
             description="queries at the first dense_len positions of a document attend to all keys before; 1: none do",
         )
-        backend: Literal["auto", "triton", "composed", "reference"] = Field(
-            "auto",
-            description="triton: kernels for CUDA and 16-bit dtypes; composed: varlen flash attention over gathered "
-            "queries, then a merge; reference: plain PyTorch, any device; auto: dense attention where no document is "
-            "long enough to leave a block out, else triton where it can run, else composed where it can run",
-        )
-
-        @property
-        def sizes(self) -> WindowSizes:
-            """The sizes that scores depend on."""
-            return WindowSizes(self.window, self.stride, self.block_size)
 
         @property
         def full_up_to(self) -> int:
@@ -182,8 +153,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
 
     blocks: SharedBlocks
 
-    def __init__(self, options: Section, head_dim: int) -> None:
-        assert isinstance(options, InfLLMV2Attention.Options)
+    def __init__(self, options: Options, head_dim: int) -> None:
         if problems := options.contradictions():
             raise ValueError("; ".join(problems))
         self.options = options
@@ -198,7 +168,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
             BlockAttention(options.block_size, self.scale, options.backend, "attention.infllm_v2.backend"),
             LocalBlocks(options.block_size, options.local_blocks, options.dense_len),
         )
-        self.scores = BlockScores(options.sizes, self.scale)
+        self.scores = BlockScores(options.window, options.stride, options.block_size, self.scale)
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every unit of `stride` tokens, [U, K, D]; zeros for units without given keys."""
@@ -215,7 +185,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
         local_T2 = self.blocks.local.history(layout).long()
         first_T = query_blocks(layout, self.options.block_size).first_t
         selected_KTC = q_THD.new_full((summaries.shape[1], len(q_THD), self._listed(layout)), -1, dtype=torch.int32)
-        windows_UKD = window_means(summaries.detach(), self.options.sizes)
+        windows_UKD = window_means(summaries.detach(), self.options.window // self.options.stride)
         kernels = self.options.backend != "reference"
         for rows, blocks, scores_KtN in self.scores.chunks(q_THD.detach(), windows_UKD, layout, kernels=kernels):
             # What lies before the first local block; nothing, where that is the document's first.
@@ -268,15 +238,15 @@ class InfLLMV2Kind(AttentionKind):
     name = "infllm_v2"
     statistics = SOFTMAX | SELECTION
     Options = InfLLMV2Attention.Options
+    options: InfLLMV2Attention.Options
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: InfLLMV2Attention.Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
         self.attentions = (InfLLMV2Attention(options, head_dim),)
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: InfLLMV2Attention.Options, context: StageContext) -> Iterator[str]:
         """Sizes that do not fit together, a block longer than the sequence, and a backend that cannot run."""
-        assert isinstance(options, InfLLMV2Attention.Options)
         for problem in options.contradictions():
             yield f"{problem} ({context.layers})"
         yield from too_long(context, options, "block_size")
@@ -284,17 +254,9 @@ class InfLLMV2Kind(AttentionKind):
         reason = triton_problem(context.device, context.model.head_width, options.block_size, remote)
         yield from refused_triton(context, options.backend, reason)
 
-    def costs(self, model: ModelConfig) -> "InfLLMV2Costs":
-        """Costs of attention to the selected blocks, and of the scores."""
-        return InfLLMV2Costs(self, model)
-
-
-class InfLLMV2Costs(KindCosts):
-    """Costs of a layer with InfLLM-V2."""
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """All keys before queries at the first dense_len positions; else topk blocks, as MoBA counts them."""
-        options = self._options
+        options = self.options
         pairs = 0.0
         for length in lengths:
             dense = min(length, options.dense_len)
@@ -302,22 +264,17 @@ class InfLLMV2Costs(KindCosts):
             pairs += dense**2 / 2 + next(sparse) - next(sparse)
         return pairs
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Attention to the selected blocks, and the scores: 2 H d for every window before a query, forward only, in
         documents that are long enough to leave blocks out (Zhao et al. 2025, arXiv:2509.24663)."""
-        options = self._options
+        options = self.options
         windows = sum(length**2 / 2 / options.stride for length in lengths if length > options.full_up_to)
-        return super().flops(lengths) + 2 * self.model.heads * self.model.head_width * windows
+        return super().flops(model, lengths) + 2 * model.heads * model.head_width * windows
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved are the selected block ids of each key/value head and two numbers for the local ones, int32; none if
         every block is selected."""
-        options = self._options
+        options = self.options
         selects = batch.seq_len > options.full_up_to
-        saved = 4 * (self.model.kv_heads * (options.topk - options.local_blocks) + 2) if selects else 0
-        return super().token_bytes(batch)._replace(saved=saved)
-
-    @property
-    def _options(self) -> InfLLMV2Attention.Options:
-        assert isinstance(self.kind.options, InfLLMV2Attention.Options)
-        return self.kind.options
+        saved = 4 * (model.kv_heads * (options.topk - options.local_blocks) + 2) if selects else 0
+        return super().token_bytes(model, batch)._replace(saved=saved)

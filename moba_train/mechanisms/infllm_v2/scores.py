@@ -23,23 +23,18 @@ from torch import Tensor
 from moba_train.attention.kernels.common.geometry import block_bound, block_edges, block_ids, first_blocks
 from moba_train.attention.kernels.common.reference import query_chunks
 from moba_train.attention.kernels.table import triton_runs_on
-from moba_train.attention.layout import Layout
-
-
-@dataclass(frozen=True)
-class WindowSizes:
-    """Sizes in tokens. `stride` divides `window` and `block`; no window is longer than a block."""
-
-    window: int
-    stride: int
-    block: int
+from moba_train.attention.layout import Layout, kept
 
 
 @dataclass(frozen=True)
 class BlockScores:
     """Scores of blocks, a chunk of queries at a time, by plain PyTorch or by the kernels of score_kernels.py."""
 
-    sizes: WindowSizes
+    window: int
+    """Tokens; no window is longer than a block."""
+    stride: int
+    """Tokens; divides `window` and `block`."""
+    block: int
     scale: float
 
     def chunks(
@@ -57,9 +52,9 @@ class BlockScores:
         able = _kernel(q_THD) if kernels else None
         by_kernel = None if able is None else self._by_kernel(able, q_THD, windows_UKD, layout)
         # Numbers of a query that exist at once: its scores, which the choice needs twice; or all of its softmax.
-        numbers = heads * len(windows_UKD) if able is None else 8 * kv_heads * block_bound(layout, self.sizes.block)
+        numbers = heads * len(windows_UKD) if able is None else 8 * kv_heads * block_bound(layout, self.block)
         for rows in query_chunks(len(q_THD), numbers, q_THD.device):
-            within = reach(layout, rows, self.sizes)
+            within = reach(layout, rows, self.stride, self.block)
             if by_kernel is not None:
                 yield rows, within.blocks, by_kernel(rows, within.blocks)
             else:
@@ -118,27 +113,21 @@ class BlockScores:
     @property
     def _overlapping(self) -> range:
         """Offsets of the windows that overlap a block: first units, counted from the block's first unit."""
-        return range(1 - self.sizes.window // self.sizes.stride, self.sizes.block // self.sizes.stride)
+        return range(1 - self.window // self.stride, self.block // self.stride)
 
+    @kept
     def _complete_windows(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """int64 [T] each: the first window of each query's document, and the one behind the last that is complete."""
+        stride = self.stride
+        positions_T = layout.positions(layout.q_tokens, layout.q_documents)
+        first_T = first_blocks(layout.cu_seqlens, stride)[layout.q_documents]
+        return first_T, first_T + (positions_T + 1 - self.window) // stride + 1
 
-        def make() -> tuple[Tensor, Tensor]:
-            stride = self.sizes.stride
-            positions_T = layout.positions(layout.q_tokens, layout.q_documents)
-            first_T = first_blocks(layout.cu_seqlens, stride)[layout.q_documents]
-            return first_T, first_T + (positions_T + 1 - self.sizes.window) // stride + 1
-
-        return layout.cached(("windows of queries", self.sizes), make)
-
+    @kept
     def _first_units(self, layout: Layout) -> Tensor:
         """int64 [N]: the unit with which each block begins."""
-
-        def make() -> Tensor:
-            tokens_N = block_edges(layout, self.sizes.block)[:-1].long().clamp(max=max(layout.total - 1, 0))
-            return block_ids(tokens_N, layout.documents(tokens_N), layout, self.sizes.stride)
-
-        return layout.cached(("first unit of a block", self.sizes), make)
+        tokens_N = block_edges(layout, self.block)[:-1].long().clamp(max=max(layout.total - 1, 0))
+        return block_ids(tokens_N, layout.documents(tokens_N), layout, self.stride)
 
 
 def _kernel(q_THD: Tensor) -> ModuleType | None:
@@ -158,17 +147,16 @@ class Reach:
     blocks: slice
 
 
-def reach(layout: Layout, rows: slice, sizes: WindowSizes) -> Reach:
+def reach(layout: Layout, rows: slice, stride: int, block: int) -> Reach:
     """The reach of these rows of the layout's queries, found on the host. `rows` is not empty."""
-    edges = layout.edges
     first, last = (_token_of_row(layout, row) for row in (rows.start, rows.stop - 1))
-    first_document, last_document = (bisect_right(edges, token) - 1 for token in (first, last))
+    first_document, last_document = (bisect_right(layout.edges, token) - 1 for token in (first, last))
 
     def in_reach(size: int) -> slice:
-        before = layout.cached(("units before", size), lambda: _units_before(edges, size))
-        return slice(before[first_document], before[last_document] + (last - edges[last_document]) // size + 1)
+        before = _units_before(layout, size)
+        return slice(before[first_document], before[last_document] + (last - layout.edges[last_document]) // size + 1)
 
-    return Reach(in_reach(sizes.stride), in_reach(sizes.block))
+    return Reach(in_reach(stride), in_reach(block))
 
 
 def _token_of_row(layout: Layout, row: int) -> int:
@@ -179,17 +167,17 @@ def _token_of_row(layout: Layout, row: int) -> int:
     return row
 
 
-def _units_before(edges: tuple[int, ...], size: int) -> list[int]:
+@kept
+def _units_before(layout: Layout, size: int) -> list[int]:
     """Number of units of `size` tokens before each document, with the number of all units at the end."""
-    return [0, *accumulate(-(-(stop - start) // size) for start, stop in pairwise(edges))]
+    return [0, *accumulate(-(-(stop - start) // size) for start, stop in pairwise(layout.edges))]
 
 
-def window_means(units_UKD: Tensor, sizes: WindowSizes) -> Tensor:
-    """The mean key of the window that begins with each unit, [U, K, D], from the mean keys of all units.
+def window_means(units_UKD: Tensor, count: int) -> Tensor:
+    """The mean key of the window of `count` units that begins with each, [U, K, D], from the mean keys of all units.
 
     Windows that run into another document or past the end have no meaning; no query sees them.
     """
-    count = sizes.window // sizes.stride
     wide = units_UKD.to(torch.promote_types(units_UKD.dtype, torch.float32))
     total_UKD = wide.clone()
     for shift in range(1, count):

@@ -12,7 +12,7 @@ share a head of queries and keys.
 Shape suffixes: T rows, n rows without padding, D hidden size, H query heads, K key/value heads, d head width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moba_train.attention.kind import LayerInput, StageContext
+from moba_train.attention.kind import LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.config.base import Section
 from moba_train.config.mesh import allowed_divisors
 from moba_train.config.model import LARGEST_WIDTH, MOST_HEADS, ModelConfig
 from moba_train.mechanisms.linear.convolution import ShortConvolution
 from moba_train.mechanisms.linear.delta import DeltaInputs
 from moba_train.mechanisms.linear.heads import heads_of_rank, sum_over_heads
-from moba_train.mechanisms.linear.kda import DeltaParameters, KdaCosts, KdaKind
+from moba_train.mechanisms.linear.kda import DeltaParameters, KdaKind
 
 
 class GdnParameters(DeltaParameters):
@@ -118,15 +118,11 @@ class GdnKind(KdaKind):
             None, description="own heads and projections, in layers of model.bare_layers; null: the layer's"
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
-        super().__init__(options, head_dim)
-        assert isinstance(options, GdnKind.Options)
-        self._heads = options.heads
+    options: Options
 
     @classmethod
-    def projects(cls, options: Section) -> bool:
+    def projects(cls, options: Options) -> bool:
         """True with heads of its own."""
-        assert isinstance(options, GdnKind.Options)
         return options.heads is not None
 
     @classmethod
@@ -141,9 +137,8 @@ class GdnKind(KdaKind):
         yield from super().problems(options, context)
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+    def parameters(cls, options: Options, model: ModelConfig, layer: int) -> nn.Module:
         """Convolutions, decays, step sizes, output gate and output norm; with heads of its own also projections."""
-        assert isinstance(options, GdnKind.Options)
         heads = options.heads
         return super().parameters(options, model, layer) if heads is None else ProjectedGdn(model, heads)
 
@@ -152,15 +147,22 @@ class GdnKind(KdaKind):
         """Initial values of the published code, as those of `kda`."""
         return super().initial_values(parameter.removeprefix("delta."), shape, generator)
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: DeltaParameters | ProjectedGdn) -> tuple[Tensor, Tensor | None]:
         """The gated output of the heads [T, H, d], or, of heads of its own, what the layer adds, [T, D]."""
         if not isinstance(parameters, ProjectedGdn):
             return super().mix(layer, parameters)
         here, parts = heads_of_rank(layer, parameters)
-        assert isinstance(parts, ProjectedGdn)
         out_THd, auxiliary_T = super().mix(parts.projected(here), parts.delta)
         return sum_over_heads(parts.o_proj(out_THd.flatten(1)), layer.x_TD), auxiliary_T
 
-    def costs(self, model: ModelConfig) -> KdaCosts:
-        """Costs of the delta rule and what is around it."""
-        return super().costs(model if self._heads is None else self._heads.shape(model))
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Operations of the delta rule and what is around it, of the heads that the kind has."""
+        return super().flops(self._shape(model), lengths)
+
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
+        """Memory of the delta rule, of the heads that the kind has."""
+        return super().token_bytes(self._shape(model), batch)
+
+    def _shape(self, model: ModelConfig) -> ModelConfig:
+        heads = self.options.heads
+        return model if heads is None else heads.shape(model)

@@ -7,6 +7,7 @@ Shape suffixes: T rows, D hidden size.
 """
 
 import copy
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from moba_train.attention.kind import LayerInput
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class DividedHeads(ParallelStyle):
@@ -36,7 +39,7 @@ class DividedHeads(ParallelStyle):
         return module
 
 
-def heads_of_rank(layer: LayerInput, parameters: nn.Module) -> tuple[LayerInput, nn.Module]:
+def heads_of_rank(layer: LayerInput, parameters: AnyModule) -> tuple[LayerInput, AnyModule]:
     """The layer's input and parameters as plain tensors with this rank's heads; without tensor parallelism as given."""
     if not isinstance(layer.x_TD, DTensor):
         return layer, parameters
@@ -53,7 +56,7 @@ def sum_over_heads(update_TD: Tensor, x_TD: Tensor) -> Tensor:
 
 
 @torch.compiler.disable  # modules cannot be copied in compiled code
-def _with_parts(module: nn.Module) -> nn.Module:
+def _with_parts(module: AnyModule) -> AnyModule:
     """A copy of the module whose parameters are this rank's parts."""
     # A copy, not torch.func.functional_call: what is recomputed in the backward pass still finds the parts.
     made = copy.copy(module)

@@ -11,7 +11,7 @@ Shape suffixes: n rows, D hidden size, H query heads, K key/value heads, d head 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     LayerInput,
     MicroBatch,
     StageContext,
@@ -131,16 +130,9 @@ class KdaKind(AttentionKind):
             "GPU; auto: fla on CUDA, torch on a CPU",
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
-        super().__init__(options, head_dim)
-        assert isinstance(options, KdaKind.Options)
-        self._backend = options.backend
-        self.attentions = ()
-
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: Options, context: StageContext) -> Iterator[str]:
         """A backend that cannot run."""
-        assert isinstance(options, KdaKind.Options)
         uses_fla = options.backend == "fla" or (options.backend == "auto" and context.device == "cuda")
         reason = fla_problem(context.device, context.deterministic)
         if context.model.head_width > _WIDEST:
@@ -152,7 +144,7 @@ class KdaKind(AttentionKind):
             )
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+    def parameters(cls, options: Any, model: ModelConfig, layer: int) -> nn.Module:
         """Convolutions, decays, step sizes, output gate and output norm."""
         return cls.Parameters(model)
 
@@ -172,11 +164,9 @@ class KdaKind(AttentionKind):
         return None
 
     @torch.compiler.disable  # fla's kernels break the graph; the plain recurrence would be unrolled
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: DeltaParameters) -> tuple[Tensor, Tensor | None]:
         """The delta rule without rotary embedding, whose output is normed for each head and gated."""
-        assert parameters is not None
         layer, parameters = heads_of_rank(layer, parameters)
-        assert isinstance(parameters, DeltaParameters)
         shard = layer.engine.shard(layer.layout)
         rows = tuple(own_rows(x, shard) for x in (layer.x_TD, layer.q_THd, layer.k_TKd, layer.v_TKd))
         # The whole layer in parts, from the convolutions to the gate, where no other rank and no later call needs its
@@ -284,40 +274,31 @@ class KdaKind(AttentionKind):
 
     def _uses_fla(self, x: Tensor) -> bool:
         """Raises ValueError when the kernels are needed and cannot run."""
-        if self._backend == "torch" or (self._backend == "auto" and not x.is_cuda):
+        backend = self.options.backend
+        if backend == "torch" or (backend == "auto" and not x.is_cuda):
             return False
         if refused := fla_refuses(x):
             raise ValueError(
-                f"attention.{self.name}.backend: {self._backend!r} cannot run: {refused}; set torch, which takes one "
+                f"attention.{self.name}.backend: {backend!r} cannot run: {refused}; set torch, which takes one "
                 "token after the other"
             )
         return True
 
-    def costs(self, model: ModelConfig) -> "KdaCosts":
-        """Costs of the delta rule and what is around it."""
-        return KdaCosts(self, model)
-
-
-class KdaCosts(KindCosts):
-    """Costs of a layer with Kimi Delta Attention."""
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of full attention: a state holds something of all earlier tokens."""
         return full_pairs(lengths)
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The recurrence: for each token and head 2 d^2 each to read what the key holds, to add to the state and to
         read it for the query, three passes' worth; and 6 for each weight of matrices and convolutions."""
-        model = self.model
-        weights = parameter_count(self.kind, model, least_dimensions=2)
+        weights = parameter_count(self, model, least_dimensions=2)
         return (18.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved with fla's kernels are the convolutions' inputs and sums, convolved queries and keys, these normed,
         keys and values repeated for each query head, decays, two products in chunks of 64 tokens, and the result before
         norm and gate. A rank that shares its sequence with no other keeps nothing if it has more rows than `most_rows`.
         No more than a few states are gathered."""
-        model = self.model
         if batch.cp == 1 and batch.tokens > most_rows(model.heads * model.head_width // batch.tp):
             return TokenBytes(gathered=0)
         elements = model.head_width * (8 * model.heads + 5 * model.kv_heads) + 2 * 64 * model.heads

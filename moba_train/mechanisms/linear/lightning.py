@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kind import (
     AttentionKind,
-    KindCosts,
     LayerInput,
     MicroBatch,
     StageContext,
@@ -100,17 +99,11 @@ class LightningKind(AttentionKind):
             "and the run need not be deterministic",
         )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
-        super().__init__(options, head_dim)
-        assert isinstance(options, LightningKind.Options)
-        self._backend = options.backend
-        self._decay = _DECAYS.index(options.decay)
-        self.attentions = ()
+    options: Options
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: Options, context: StageContext) -> Iterator[str]:
         """A backend that cannot run."""
-        assert isinstance(options, LightningKind.Options)
         reason = fla_problem(context.device, context.deterministic)
         if options.backend == "fla" and reason:
             yield f"backend: given 'fla' {context.layers}, which cannot run: {reason}; set auto or torch"
@@ -120,12 +113,11 @@ class LightningKind(AttentionKind):
         """The gate [H d, D], the norm [H d], and the decays as a buffer."""
         return LightningParameters(model, layer)
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: LightningParameters) -> tuple[Tensor, Tensor | None]:
         """Linear attention without rotary embedding, whose output is normed and gated."""
-        assert isinstance(parameters, LightningParameters)
         shard = layer.engine.shard(layer.layout)
         q_nHd, k_nKd, v_nKd = (own_rows(x, shard) for x in (layer.q_THd, layer.k_TKd, layer.v_TKd))
-        log_decay_H = parameters.log_decays[self._decay]
+        log_decay_H = parameters.log_decays[_DECAYS.index(self.options.decay)]
         out_nHd = self._attend(q_nHd, k_nKd, v_nKd, log_decay_H, shard.layout)
         out_nHd = with_earlier_states(out_nHd, q_nHd, k_nKd, v_nKd, log_decay_H, shard)
         if observer := statistics_observer(layer.engine):
@@ -147,10 +139,10 @@ class LightningKind(AttentionKind):
     def _uses_fla(self, x: Tensor) -> bool:
         """Raises ValueError when the options demand fla's kernels and these cannot run."""
         refused = fla_refuses(x)
-        if self._backend == "fla" and refused:
+        if self.options.backend == "fla" and refused:
             raise ValueError(f"attention.lightning.backend: 'fla' cannot run: {refused}; set auto or torch")
-        if self._backend != "auto":
-            return self._backend == "fla"
+        if self.options.backend != "auto":
+            return self.options.backend == "fla"
         if x.is_cuda and not has_fla():
             warnings.warn(  # shown once per place, Python's default
                 f"attention.lightning runs in plain PyTorch: the package {PACKAGE}, which is faster, is not installed",
@@ -158,25 +150,16 @@ class LightningKind(AttentionKind):
             )
         return not refused and not torch.are_deterministic_algorithms_enabled()
 
-    def costs(self, model: ModelConfig) -> "LightningCosts":
-        """Costs of the recurrence, norm and gate."""
-        return LightningCosts(self, model)
-
-
-class LightningCosts(KindCosts):
-    """Costs of a layer with lightning attention."""
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of full attention: the sum is over all earlier tokens, though their weights shrink."""
         return full_pairs(lengths)
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The recurrence, which no chunked form can do with less: for each token and head 2 d^2 to add to the state and
         2 d^2 to read it, three passes' worth; and the gate's matrix."""
-        model = self.model
-        weights = parameter_count(self.kind, model, least_dimensions=2)
+        weights = parameter_count(self, model, least_dimensions=2)
         return (12.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """The result of the linear attention, before norm and gate. No more than a few states are gathered."""
-        return TokenBytes(activations=batch.width * self.model.heads * self.model.head_width, gathered=0)
+        return TokenBytes(activations=batch.width * model.heads * model.head_width, gathered=0)

@@ -22,7 +22,7 @@ from moba_train.attention.kernels.common.geometry import block_bound, block_ids,
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.common.selection import KEY_SHARE, key_share
 from moba_train.attention.kernels.table import triton_problem
-from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.kind import AttentionKind, LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
 from moba_train.attention.shard import attends_to_all, own_rows, padded
@@ -90,8 +90,7 @@ class SpanAttention(LocalAttention, Probed):
             sizes = {"block_size": self.block_size, "sink_tokens": self.sink_tokens, "max_length": self.max_length}
             return tuple(SpanRule.fitted(alpha, beta, **sizes) for alpha, beta in zip(alphas, betas, strict=True))
 
-    def __init__(self, options: Section, head_dim: int) -> None:
-        assert isinstance(options, SpanAttention.Options)
+    def __init__(self, options: Options, head_dim: int) -> None:
         self.options = options
         self.rules = options.rules()
         self.scale = head_dim**-0.5
@@ -299,16 +298,15 @@ class MoaKind(AttentionKind):
         | {"shortest_key_share": "that of the head with the shortest span", "longest_key_share": "with the longest"}
     )
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: SpanAttention.Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
         self.spans = SpanAttention(options, head_dim)
         self.attentions = (self.spans,)
 
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: SpanAttention.Options, context: StageContext) -> Iterator[str]:
         """Spans of another model, documents longer than the spans are for, tensor parallelism, a backend that cannot
         run."""
-        assert isinstance(options, SpanAttention.Options)
         where = context.layers
         heads = context.model.heads
         if options.heads not in (None, heads):
@@ -340,26 +338,16 @@ class MoaKind(AttentionKind):
         out_nHd, _ = shard.attend(q_nHd, k_TKd, v_TKd, attention)
         return padded(out_nHd, len(layer.x_TD)), None
 
-    def costs(self, model: ModelConfig) -> "MoaCosts":
-        """Costs of attention in the heads' spans."""
-        return MoaCosts(self, model)
-
-
-class MoaCosts(KindCosts):
-    """Costs of a layer with attention in spans."""
-
-    kind: MoaKind
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The mean over the heads."""
         lengths_n = torch.tensor(list(lengths), dtype=torch.int64)
-        rules = Counter(self.kind.spans.rules)
+        rules = Counter(self.spans.rules)
         return sum(count * rule.attended_pairs(lengths_n) for rule, count in rules.items()) / rules.total()
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Keys and values are gathered."""
-        gathered = 2 * batch.width * self.model.kv_heads * self.model.head_width
-        return super().token_bytes(batch)._replace(gathered=gathered)
+        gathered = 2 * batch.width * model.kv_heads * model.head_width
+        return super().token_bytes(model, batch)._replace(gathered=gathered)
 
 
 def _triton_refuses(options: SpanAttention.Options, context: StageContext) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.merge import nothing_seen
-from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
+from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges, kept
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
 from moba_train.mechanisms.window import heads_at_once
 
@@ -44,15 +44,12 @@ class CompressedBlocks:
         """An upper bound of the number of blocks, known on the host."""
         return layout.total // self.stride
 
+    @kept
     def first(self, layout: Layout) -> Tensor:
         """int64 [docs + 1]: id of each document's first block; the last entry is the number of blocks."""
-
-        def make() -> Tensor:
-            lengths = layout.cu_seqlens.long().diff()
-            counts = ((lengths - self.size) // self.stride + 1).clamp_(min=0)
-            return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-
-        return layout.cached(("compressed blocks", self), make)
+        lengths = layout.cu_seqlens.long().diff()
+        counts = ((lengths - self.size) // self.stride + 1).clamp_(min=0)
+        return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
     def places(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """int64 [N] each: every block's first token, and its position in its document; any for ids of no block."""
@@ -62,21 +59,16 @@ class CompressedBlocks:
         positions_N = torch.where(ids_N < first[-1], (ids_N - first[document_N]) * self.stride, 0)
         return layout.cu_seqlens.long()[document_N] + positions_N, positions_N
 
+    @kept
     def seen(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """int64 [n] each: every query sees the blocks from the first id up to, but not including, the second."""
+        first_n = self.first(layout)[layout.q_documents]
+        behind_n = layout.positions(layout.q_tokens, layout.q_documents) + 1
+        return first_n, first_n + ((behind_n - self.size) // self.stride + 1).clamp_(min=0)
 
-        def make() -> tuple[Tensor, Tensor]:
-            first_n = self.first(layout)[layout.q_documents]
-            behind_n = layout.positions(layout.q_tokens, layout.q_documents) + 1
-            return first_n, first_n + ((behind_n - self.size) // self.stride + 1).clamp_(min=0)
-
-        return layout.cached(("seen compressed blocks", self), make)
-
+    @kept
     def fold(self, layout: Layout) -> "FoldedQueries":
-        """The rows of the layout's queries; kept with the layout. Reads the documents' edges on the host."""
-        return layout.cached(("folded queries", self), lambda: self._fold(layout))
-
-    def _fold(self, layout: Layout) -> "FoldedQueries":
+        """The rows of the layout's queries. Reads the documents' edges on the host."""
         counts = [self.count(stop - start) for start, stop in pairwise(layout.edges)]
         first = [0, *accumulate(counts)]
         rows = self._rows(layout, first)
@@ -98,7 +90,7 @@ class CompressedBlocks:
         """Ids of the newest blocks of the layout's queries; `first`: the first id of each document."""
         edges = layout.edges
         found: list[TokenRange] = []
-        for begin, end in ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges:
+        for begin, end in layout.query_ranges:
             for document in range(bisect_right(edges, begin) - 1, len(edges) - 1):
                 start = max(begin - edges[document], 0)
                 stop = min(end, edges[document + 1]) - edges[document]

@@ -7,7 +7,7 @@ query heads, K key/value heads, d head width, C selected blocks of a query, R ra
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +15,17 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.block_sparse import GivenBlocks, refused_triton, too_long
+from moba_train.attention.block_sparse import BlockOptions, GivenBlocks, refused_triton, too_long
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import triton_problem
-from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.kind import AttentionKind, LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import layout_arguments
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import statistics_observer
 from moba_train.attention.shard import Shard, attends_to_all, own_rows, padded
 from moba_train.attention.statistics import SOFTMAX, Statistics
-from moba_train.config.base import Length, Section
+from moba_train.config.base import Length
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.nsa import selection as operators
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
@@ -91,7 +91,7 @@ BRANCHES = ("compressed", "selected", "window")
 """Names of the branches, in the order of their gates."""
 
 
-class NsaOptions(Section):
+class NsaOptions(BlockOptions):
     """Options of `kind: nsa`; the defaults are the paper's."""
 
     compressed_block: Length = Field(32, description="tokens of a compressed block")
@@ -114,15 +114,6 @@ class NsaOptions(Section):
         description="the compressed branch and the window have key and value separate projections, as in the "
         "paper; false: all branches share the layer's",
     )
-    backend: Literal["auto", "triton", "composed", "reference"] = Field(
-        "auto",
-        description="kernels of the selected branch, as for moba; reference: plain PyTorch for all branches",
-    )
-
-    @property
-    def history_blocks(self) -> int:
-        """Blocks before its own that a query selects, at most: the own block is one of `topk`."""
-        return self.topk - 1
 
 
 class SequenceKeysAndValues(NamedTuple):
@@ -137,52 +128,38 @@ class NsaKind(AttentionKind):
 
     name = "nsa"
     Options = NsaOptions
+    options: NsaOptions
     statistics = SOFTMAX | SELECTION | {f"gate_{branch}": f"gate of the {branch} branch" for branch in BRANCHES}
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: NsaOptions, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        assert isinstance(options, NsaOptions)
         if problems := list(_contradictions(options, "")):
             raise ValueError("; ".join(problems))
         self.blocks = CompressedBlocks(options.compressed_block, options.stride)
         self.compressed = CompressedAttention(self.blocks, head_dim, options.backend)
-        self.selected = GivenBlocks(
-            options.block_size,
-            options.history_blocks,
-            head_dim,
-            options.backend,
-            "attention.nsa.backend",
-            first=options.first,
-            local=options.local,
-        )
+        sizes = options.block_size, options.history_blocks, head_dim
+        backend = options.backend, "attention.nsa.backend"
+        self.selected = GivenBlocks(*sizes, *backend, first=options.first, local=options.local)
         self.window = WindowAttention(options.window, head_dim, options.backend)
         self.all_blocks = FullAttention(FullAttention.Options(), head_dim)
         self.attentions = (self.compressed, self.selected, self.window)
 
-    @property
-    def _options(self) -> NsaOptions:
-        assert isinstance(self.options, NsaOptions)
-        return self.options
-
     @classmethod
-    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+    def problems(cls, options: NsaOptions, context: StageContext) -> Iterator[str]:
         """Sizes that contradict each other, blocks longer than the sequence, and a backend that cannot run."""
-        assert isinstance(options, NsaOptions)
         yield from _contradictions(options, f" {context.layers}")
         yield from too_long(context, options, "compressed_block", "block_size")
         reason = triton_problem(context.device, context.model.head_width, options.block_size, options.history_blocks)
         yield from refused_triton(context, options.backend, reason)
 
     @classmethod
-    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+    def parameters(cls, options: NsaOptions, model: ModelConfig, layer: int) -> nn.Module:
         """Gates, compression and, with `separate_kv`, projections."""
-        assert isinstance(options, NsaOptions)
         return NsaParameters(model, options.compressed_block, _hidden(options, model), options.separate_kv)
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: NsaParameters) -> tuple[Tensor, Tensor | None]:
         """The three branches' outputs, each times its gate."""
-        assert isinstance(parameters, NsaParameters)
-        options = self._options
+        options = self.options
         shard = layer.engine.shard(layer.layout)
         q_nHd = own_rows(layer.rotate(layer.q_THd), shard)
         compressed, selected, window = self._keys_and_values(layer, shard, parameters)
@@ -234,41 +211,31 @@ class NsaKind(AttentionKind):
             SequenceKeysAndValues(gather("window k", layer.rotate(k_LKd)), gather("window v", v_LKd)),
         )
 
-    def costs(self, model: ModelConfig) -> "NsaCosts":
-        """Costs of three branches, compression and gates."""
-        return NsaCosts(self, model)
-
-
-class NsaCosts(KindCosts):
-    """Costs of a layer with Native Sparse Attention."""
-
-    kind: NsaKind
-
-    def pairs(self, lengths: Sequence[int]) -> float:
+    def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Pairs of all three branches: of tokens, and of tokens with compressed blocks."""
-        options = self._options
+        options = self.options
         selected = sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
         window = sum(window_pairs(length, options.window) for length in lengths)
         return self._compressed_pairs(lengths) + selected + window
 
-    def flops(self, lengths: Sequence[int]) -> float:
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The pairs of the three branches; the compressed scores once more, forward, for the selection; compression,
         gates and the branches' own projections, each forward and backward."""
-        options, model = self._options, self.model
+        options = self.options
         width = model.head_width
-        products = 12.0 * self.pairs(lengths) + 2.0 * self._compressed_pairs(lengths)
-        compressed = 2 * model.kv_heads * sum(self.kind.blocks.count(length) for length in lengths)
+        products = 12.0 * self.pairs(model, lengths) + 2.0 * self._compressed_pairs(lengths)
+        compressed = 2 * model.kv_heads * sum(self.blocks.count(length) for length in lengths)
         mlp = (options.compressed_block + 1) * width * _hidden(options, model)
         projections = 3 * model.heads + options.separate_kv * 4 * model.kv_heads * width
         matrices = mlp * compressed + model.hidden_size * projections * sum(lengths)
         return model.heads * width * products + 6.0 * matrices
 
-    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Saved are the outputs of three branches, two more LSEs, gates, selected blocks and their inverse lists, keys
         and values of the branches, compressed keys and values, the rotation of the former and their first tokens;
         16-bit elements, 64-bit tokens. Activations are the compressed keys and values of other ranks' shares. Keys and
         values of the three branches are gathered, or shared ones and the keys before they are rotated."""
-        options, model = self._options, self.model
+        options = self.options
         kv = model.kv_heads * model.head_width
         branches = 3 * 2 * model.heads * model.head_width + 2 * 4 * model.heads + 3 * 2 * model.heads
         selected = 2 * 4 * model.heads * min(options.history_blocks, batch.seq_len // options.block_size + 1)
@@ -277,16 +244,11 @@ class NsaCosts(KindCosts):
         shares = 2 * batch.width * (batch.cp - 1) * kv // options.stride
         gathered = (6 if options.separate_kv else 3) * batch.width * kv
         return TokenBytes(
-            branches + selected + own + compressed, shares, gathered, super().token_bytes(batch).workspace
+            branches + selected + own + compressed, shares, gathered, super().token_bytes(model, batch).workspace
         )
 
     def _compressed_pairs(self, lengths: Sequence[int]) -> int:
-        return sum(compressed_pairs(length, self.kind.blocks) for length in lengths)
-
-    @property
-    def _options(self) -> NsaOptions:
-        assert isinstance(self.kind.options, NsaOptions)
-        return self.kind.options
+        return sum(compressed_pairs(length, self.blocks) for length in lengths)
 
 
 def _compressed(shard: Shard, compression: Compression, x_TKd: Tensor, first_N: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from moba_train.attention.kernels.common.geometry import block_bound, first_bloc
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
 from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.kernels.table import triton_runs_on
-from moba_train.attention.layout import Layout
+from moba_train.attention.layout import Layout, kept
 from moba_train.mechanisms.layout_operators import with_layout
 from moba_train.mechanisms.nsa.compressed import CompressedBlocks
 
@@ -104,14 +104,11 @@ class BlockChoice:
                 scores_KtM += probabilities_KtN.index_select(-1, ids_M.clamp(max=given - 1)) * factor_M
         return scores_KtM
 
+    @kept
     def _overlaps(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """int64 [O, M]: the compressed blocks that overlap with each selection block, by their offset from the one that
         begins with it; float32 [O]: how many strides each shares with it. Ids of no block are larger than all others.
-        Kept with the layout.
         """
-        return layout.cached(("overlaps", self), lambda: self._find_overlaps(layout))
-
-    def _find_overlaps(self, layout: Layout) -> tuple[Tensor, Tensor]:
         stride = self.compressed.stride
         shared = Counter(m - n for m in range(self.block_size // stride) for n in range(self.compressed.size // stride))
         first = self.compressed.first(layout)
@@ -162,7 +159,7 @@ def _products(q_KxD: Tensor, k_KDN: Tensor) -> Tensor:
 def _last_token(layout: Layout, rows: slice) -> int:
     """Index behind the last token of these rows of the queries, known on the host."""
     stop = rows.stop
-    for first, last in ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges:
+    for first, last in layout.query_ranges:
         if stop <= last - first:
             return first + stop
         stop -= last - first

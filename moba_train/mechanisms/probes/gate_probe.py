@@ -18,7 +18,6 @@ from moba_train.attention.statistics import Statistics, joined
 from moba_train.config.base import MOST_SAMPLES, Section
 from moba_train.config.evaluation import EVERY
 from moba_train.data.batch import Batch, collate
-from moba_train.data.samples import StageData
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.mechanisms.probes.gate_statistics import (
     DISTANCES,
@@ -63,12 +62,8 @@ class GateProbe(Evaluation[GateProbeConfig]):
         super().__init__(options, setting)
         stage = setting.stage
         self._queries = min(options.queries, stage.seq_len)
-        self._layers = options.layers
-        self._by_head = options.by_head
         self._seed = setting.seed
-        self._data = StageData(
-            setting.validation, stage.seq_len, options.sequences, setting.seed, {}, setting.model.vocab_size
-        )
+        self._data = setting.validation_data(options.sequences)
         if all(layer.kind == "full" for layer in stage.attention):
             self.missing = (
                 f"all layers of stage {stage.name!r} have full attention, so there is no gate to probe; `moba-train "
@@ -94,7 +89,7 @@ class GateProbe(Evaluation[GateProbeConfig]):
             if name == context.own:
                 gates, shown = self._probe(context)
         seconds = time.perf_counter() - began
-        found = summarize(context.own, gates, self._queries * self._data.sequences, seconds, self._by_head)
+        found = summarize(context.own, gates, self._queries * self._data.sequences, seconds, self._options.by_head)
         found.data["attention_statistics"] = [layer.values for layer in shown]
         return found
 
@@ -104,17 +99,14 @@ class GateProbe(Evaluation[GateProbeConfig]):
         shard = context.data_shard
         engine = shard.engine or LOCAL_ENGINE
         model = context.model.config
-        layers = range(model.layers) if self._layers is None else sorted(set(self._layers))
+        wanted = self._options.layers
+        layers = range(model.layers) if wanted is None else sorted(set(wanted))
         probes = {layer: LayerProbe(shard, model.heads // shard.tp_size) for layer in layers}
         watches = [probes.get(layer) or StatisticsObserver() for layer in range(model.layers)]
         with observed_layers(context.model, engine, watches):
-            for first in range(0, self._data.sequences, shard.dp_size):
-                context.between_batches()
-                index = first + shard.dp_rank
-                # A rank that has no sequence left repeats the last one without counting it: collectives need every
-                # rank.
-                whole = collate([self._data.sample(min(index, self._data.sequences - 1))])
-                tokens = self._sample(whole, index) if index < self._data.sequences else ()
+            for index, counts in context.passes(self._data.sequences):
+                whole = collate([self._data.sample(index)])
+                tokens = self._sample(whole, index) if counts else ()
                 for probe in probes.values():
                     probe.tokens = tokens
                 training_loss(context.model, shard.shard_batch(whole).to(context.device))

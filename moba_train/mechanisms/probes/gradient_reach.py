@@ -24,7 +24,6 @@ from moba_train.config.evaluation import ATTENTION, EVERY
 from moba_train.data.batch import Batch, collate
 from moba_train.data.indexed import corpus_file
 from moba_train.data.loss_mask import mask_prefix
-from moba_train.data.samples import StageData
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
@@ -141,9 +140,7 @@ class GradientReach(Evaluation[GradientReachConfig]):
 
     def __init__(self, options: GradientReachConfig, setting: EvaluationSetting) -> None:
         super().__init__(options, setting)
-        self._data = StageData(
-            setting.validation, setting.stage.seq_len, options.sequences, setting.seed, {}, setting.model.vocab_size
-        )
+        self._data = setting.validation_data(options.sequences)
         batches = [collate([self._data.sample(index)]) for index in range(options.sequences)]
         self._loss_weight = sum(batch.loss_weight_sum for batch in batches)
         if not any((distance_buckets(batch) > 0).any() for batch in batches):
@@ -171,14 +168,11 @@ class GradientReach(Evaluation[GradientReachConfig]):
         """The statistics of the model's current attention, equal on every rank."""
         shard = context.data_shard
         observed = []
-        for first in range(0, self._data.sequences, shard.dp_size):
-            context.between_batches()
-            index = first + shard.dp_rank
-            # As in gate_probe.py, a rank without a sequence repeats the last one.
-            whole = collate([self._data.sample(min(index, self._data.sequences - 1))])
+        for index, counts in context.passes(self._data.sequences):
+            whole = collate([self._data.sample(index)])
             batch = shard.shard_batch(whole).to(context.device)
             norms_LR = input_gradient_norms(context.model, batch, self._loss_weight)
-            if index < self._data.sequences:
+            if counts:
                 buckets_R = _own_rows(distance_buckets(whole), batch, norms_LR.shape[1], shard)
                 observed.append(ObservedGradients(norms_LR, buckets_R.to(context.device)))
         return reach_statistics(observed, context.model.config.layers, context.device)

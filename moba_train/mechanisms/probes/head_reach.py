@@ -63,13 +63,10 @@ def head_reach(
     scale = config.attention_scale or config.head_width**-0.5
     probes = [_LayerReach(shard, config.heads, scale, budget) for _ in range(config.layers)]
     for _ in replace(context, attentions={"full": attention}).each_attention():
-        for first in range(0, len(looks), shard.dp_size):
-            context.between_batches()
-            index = first + shard.dp_rank
-            look = looks[min(index, len(looks) - 1)]
+        for index, counts in context.passes(len(looks)):
+            look = looks[index]
             for probe in probes:
-                # Ranks without a look left repeat the last one without counting it: collectives need every rank.
-                probe.look = look if index < len(looks) else look._replace(tokens=[])
+                probe.look = look if counts else look._replace(tokens=[])
             batch = shard.shard_batch(collate([look.sample])).to(context.device)
             with observed_layers(context.model, shard.engine or LOCAL_ENGINE, probes):
                 training_loss(context.model, batch)

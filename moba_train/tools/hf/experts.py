@@ -28,7 +28,7 @@ def read_experts(config: Mapping[str, Any], keys: Mapping[str, str], layers: str
 
 def experts_of(model: ModelConfig) -> MoeOptions:
     """Section `model.moe`. Raises CheckpointError for a model that is no mixture of experts."""
-    found = model.given_feed_forwards.get("moe")
+    found = model.given_members.get("moe")
     if not isinstance(found, MoeOptions):
         raise CheckpointError("model.moe is null, allowed: a section")
     return found

@@ -3,7 +3,7 @@
 Shape suffixes: T queries of this call, R rows of the cache, H query heads, K key/value heads, D head width.
 """
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -22,7 +22,7 @@ from moba_train.attention.kernels.table import kernel_decodes
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention
-from moba_train.attention.shard import Generation, Shard, ShardPlace
+from moba_train.attention.shard import Generation, Shard, ShardPlace, States
 
 Decode = Literal["full", "own"]
 """Attention of new tokens: full attention, as in the MoBA paper, or each layer's own attention kind."""
@@ -249,29 +249,20 @@ class CachedShard(Shard):
         return attention.attend(q_nHD, k_TKD, v_TKD, layout, selection)
 
 
-class _RunningStates(MutableMapping[str, Tensor]):
-    """States of the running sequences by name (`Generation.states`); those of the other sequences are kept."""
+class _RunningStates(States):
+    """States of the running sequences by name; those of the other sequences are kept."""
 
     def __init__(self, plan: CachePlan) -> None:
         self._plan = plan
         self._of_all: dict[str, Tensor] = {}
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._of_all[name][self._running()]
+    def get(self, name: str) -> Tensor | None:
+        return self._of_all[name][self._running()] if name in self._of_all else None
 
     def __setitem__(self, name: str, states_Bx: Tensor) -> None:
         if name not in self._of_all:
             self._of_all[name] = states_Bx.new_zeros((len(self._plan.lengths), *states_Bx.shape[1:]))
         self._of_all[name][self._running()] = states_Bx
-
-    def __delitem__(self, name: str) -> None:
-        del self._of_all[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._of_all)
-
-    def __len__(self) -> int:
-        return len(self._of_all)
 
     def _running(self) -> Tensor:
         running = self._plan.running

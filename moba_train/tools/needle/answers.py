@@ -182,20 +182,18 @@ def predicted_answers(
     shard = context.data_shard
     most = max(len(question.places) for question in questions)
     predicted = torch.zeros(len(questions), most, dtype=torch.int64, device=context.device)
-    for first in context.track(range(0, len(questions), shard.dp_size), what):
-        context.between_batches()
-        index = first + shard.dp_rank
-        question = questions[min(index, len(questions) - 1)]
+    for index, counts in context.passes(len(questions), what):
+        question = questions[index]
         batch = shard.shard_batch(answer_batch(question, padded_length(length, shard)))
         rows_n = batch.loss_index[batch.loss_weight > 0]
         order_T = torch.zeros(len(question.tokens), dtype=torch.int64)
         order_T[torch.tensor(question.places) - 1] = torch.arange(len(question.places))
         order_n = order_T[batch.positions[rows_n]].to(context.device)
         if blocks is not None:
-            blocks.watch(question.places if index < len(questions) else [], question.sources)
+            blocks.watch(question.places if counts else [], question.sources)
         with full_from(context.model, question.text_length) if in_full else nullcontext():
             tokens_n = most_likely_tokens(context.model, batch.to(context.device))
-        if index < len(questions) and len(rows_n):
+        if counts and len(rows_n):
             predicted[index, order_n] = tokens_n
     dist.all_reduce(predicted)  # each token is predicted on exactly one rank; all others have 0
     return [row[: len(question.places)] for row, question in zip(predicted.tolist(), questions, strict=True)]

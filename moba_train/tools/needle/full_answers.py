@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from moba_train.attention.engine import Engine
 from moba_train.attention.full import FullAttention
-from moba_train.attention.full.full_kind import FullKind
-from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, TwoSublayers
+from moba_train.attention.full.full_kind import FullKind, KindAround
+from moba_train.attention.kind import AttentionKind, LayerInput, TwoSublayers
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import LocalAttention
 from moba_train.attention.shard import Shard, padded
-from moba_train.config.model import ModelConfig
 from moba_train.errors import UserError
 from moba_train.evals.evaluation import EvaluationContext, EvaluationSetting
 from moba_train.mechanisms.window import WindowKind
@@ -49,33 +48,25 @@ class _KeepsKeys(Engine):
         return self._engine.shard(layout)
 
 
-class FullForSome(AttentionKind):
+class FullForSome(KindAround):
     """Full attention for the tokens that `answered` says, a kind of one's own for the others. Both are computed for all
     tokens."""
 
     def __init__(self, own: AttentionKind, answered: Answered) -> None:
-        super().__init__(own.options, own.head_dim)
-        self.name = own.name  # type: ignore[misc]  # by which the layer finds the parameters of `own`
-        self.facts = own.facts
-        self.attentions = own.attentions
-        self._own = own
+        super().__init__(own)
         self._full = FullAttention(FullAttention.Options(), own.head_dim)
         self._answered = answered
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """[L, H, d], and the auxiliary loss of `own`."""
         engine = _KeepsKeys(layer.engine)
-        own_LHd, auxiliary_L = self._own.mix(layer._replace(engine=engine), parameters)
+        own_LHd, auxiliary_L = self.own.mix(layer._replace(engine=engine), parameters)
         q_LHd = layer.rotate(layer.q_THd)
         k_LKd = layer.rotate(layer.k_TKd) if engine.k_LKd is None else engine.k_LKd
         full_LHd, _ = layer.engine(q_LHd, k_LKd, layer.v_TKd, self._full, layer.layout, *layer.sink)
         answered_n = self._answered(layer.engine.shard(layer.layout).layout.q_tokens)
         answered_L11 = padded(answered_n, len(own_LHd))[:, None, None]
         return torch.where(answered_L11, full_LHd, own_LHd), auxiliary_L
-
-    def costs(self, model: ModelConfig) -> KindCosts:
-        """Costs of the layer without its answers."""
-        return self._own.costs(model)
 
 
 @contextmanager

@@ -337,12 +337,10 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
         layers = range(config.layers)
         found = {key: NeedleSignal.zeros(config.heads) for key in product(layers, self._sizes)}
         questions = self._texts.questions(length)
-        for first in context.track(range(0, len(questions), shard.dp_size), f"needle signal, {name}, {length}"):
-            context.between_batches()
-            index = first + shard.dp_rank
-            question = questions[min(index, len(questions) - 1)]
+        for index, counts in context.passes(len(questions), f"needle signal, {name}, {length}"):
+            question = questions[index]
             batch = shard.shard_batch(answer_batch(question, padded_length(length, shard)))
-            look = _Look(context, question, found, self._sizes, counts=index < len(questions))
+            look = _Look(context, question, found, self._sizes, counts=counts)
             observers = [_LayerLook(look, layer) for layer in layers]
             with observed_layers(context.model, shard.engine or LOCAL_ENGINE, observers):
                 training_loss(context.model, batch.to(context.device))

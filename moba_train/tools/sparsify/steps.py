@@ -369,8 +369,8 @@ def check_sparse(recipe: Path, evaluation: dict[str, Any], request: Request) -> 
 def _over_budget(setting: EvaluationSetting, request: Request) -> Iterator[str]:
     """Kinds with which the last query of a sequence attends to more keys than the budget."""
     for kind in build_attention(dict.fromkeys(setting.stage.attention), setting.model.head_width):
-        costs = kind.costs(setting.model)
-        keys = round(costs.pairs([request.length]) - costs.pairs([request.length - 1]))
+        longer, shorter = (kind.pairs(setting.model, [length]) for length in (request.length, request.length - 1))
+        keys = round(longer - shorter)
         if keys > request.budget and kind.name not in ("full", "window", ByGroupKind.name):
             yield (
                 f"--budget: given {request.budget}, but with --kind {kind.name} a query attends to {keys}; allowed: "

@@ -76,7 +76,7 @@ def test_the_sparse_arm_keeps_the_calibrated_layers_full_and_distils(made: Path)
     assert config.attention.full_layers == chosen
     dense, sparse = config.stages
     assert dense.trainable == sparse.trainable == "all"  # the model loses no tokens while the scorer learns
-    assert sparse.objectives.keys() == {"distill"}
+    assert sparse.given_members.keys() == {"distill"}
     full = load_config(made / "runs" / "full-1" / "config.yaml")
     assert config.optim == full.optim.model_copy(update={"lr_factors": {"*.attention.*msa.*": 10.0}})
     assert {stage.lr for stage in (dense, sparse, *full.stages)} == {None}  # one schedule over both stages

@@ -48,6 +48,15 @@ def block_ids(tokens: Tensor, documents: Tensor, layout: Layout, block_size: int
     return first[documents] + layout.positions(tokens, documents) // block_size
 
 
+def rows_before(tokens: Tensor, ranges: TokenRanges) -> Tensor:
+    """The shape of `tokens`: how many of the ranges' tokens come before each, without a lookup or a wait for the
+    device."""
+    rows = torch.zeros_like(tokens)
+    for start, stop in ranges:
+        rows += (tokens - start).clamp_(0, stop - start)
+    return rows
+
+
 def in_one_range(ranges: TokenRanges | None, block_size: int) -> bool:
     """True if no block can lie in two of these ranges with a gap between."""
     gaps = [start - stop for (_, stop), (start, _) in pairwise(ranges or ())]

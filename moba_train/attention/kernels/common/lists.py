@@ -51,7 +51,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.kernels.common.geometry import block_bound, first_blocks
+from moba_train.attention.kernels.common.geometry import block_bound, first_blocks, rows_before
 from moba_train.attention.kernels.common.launch import ceil_div, launch
 from moba_train.attention.layout import Layout, TokenRanges, kept
 
@@ -326,11 +326,10 @@ def block_tables(layout: Layout, block_size: int) -> BlockTables:
 
 def _rows_of(tokens_N2: Tensor, ranges: TokenRanges) -> Tensor:
     """[blocks, 3] for a part made of `ranges`, from each block's first token and one past its last."""
-    rows_N2 = torch.zeros_like(tokens_N2)
+    rows_N2 = rows_before(tokens_N2, ranges)
     token_N = tokens_N2[:, 1].clone()
     # From the last range on, so that what stays is the first range that holds a part of the block.
     for start, stop in reversed(ranges):
-        rows_N2 += (tokens_N2 - start).clamp(0, stop - start)
         here = (tokens_N2[:, 0] < stop) & (tokens_N2[:, 1] > start)
         token_N = torch.where(here, tokens_N2[:, 0].clamp(min=start), token_N)
     return torch.cat([rows_N2, (token_N - rows_N2[:, 0])[:, None]], 1)

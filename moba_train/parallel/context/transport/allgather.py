@@ -13,6 +13,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.protocol import BackwardState, Gradients, Selection, head_parts
 from moba_train.attention.shard import padded
 from moba_train.parallel.context.comm import Communicator, Ranks, Work
@@ -30,7 +31,6 @@ from moba_train.parallel.context.transport.base import (
     Transport,
     TransportSpec,
     padded_lse,
-    sum_dtype,
 )
 from moba_train.parallel.context.units import all_summaries
 
@@ -96,7 +96,7 @@ class AllGather(Transport):
         summaries = all_summaries(k_LKD, call, self.communicator)
         results = list[tuple[slice, Tensor]]()
         selections = list[Tensor]()
-        lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
+        lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=accumulation_dtype(q_LHD.dtype))
         for (kv, of), gather in self._gathers(k_LKD, v_LKD, slices):
             q_nHD = contiguous(q_LHD[:tokens, of])
             if tokens:  # selection needs no keys, so it overlaps even the first transfer
@@ -126,7 +126,7 @@ class AllGather(Transport):
 
         def receive(kv: slice, work: Work) -> None:
             (partial,) = work.wait()
-            total = partial.unflatten(0, (self.communicator.size, -1)).sum(0, dtype=sum_dtype(partial.dtype))
+            total = partial.unflatten(0, (self.communicator.size, -1)).sum(0, dtype=accumulation_dtype(partial.dtype))
             dk_LKD[:, kv], dv_LKD[:, kv] = total.chunk(2, dim=1)
 
         gathers = self._gathers(k_LKD, v_LKD, slices)

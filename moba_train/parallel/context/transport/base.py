@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
@@ -80,7 +81,7 @@ class Transport(ABC):
         (received_RLx,) = self.communicator.all_to_all(x_RLx.contiguous()).wait()
         parts_RLx = received_RLx.unflatten(0, (self.communicator.size, -1))
         # All-to-all and a sum instead of a reduce-scatter: that would add in the dtype that is sent.
-        return parts_RLx.sum(0, dtype=sum_dtype(x_RLx.dtype)).to(x_RLx.dtype)
+        return parts_RLx.sum(0, dtype=accumulation_dtype(x_RLx.dtype)).to(x_RLx.dtype)
 
     @abstractmethod
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
@@ -147,11 +148,6 @@ class TransportSpec(ABC):
     def describe(self, strategy: CPStrategy) -> str:
         """Details of the strategy, for messages."""
         return f", {strategy.slices} slices" if self.uses_slices and strategy.slices > 1 else ""
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial results of `dtype` are summed: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def padded_lse(lse_Hn: Tensor, rows: int) -> Tensor:

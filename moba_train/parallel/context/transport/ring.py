@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.merge import merge_into, nothing_seen
+from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection
 from moba_train.attention.shard import padded
 from moba_train.parallel.context.comm import Communicator, Ranks, Work
@@ -34,7 +35,6 @@ from moba_train.parallel.context.transport.base import (
     Transport,
     TransportSpec,
     padded_lse,
-    sum_dtype,
 )
 from moba_train.parallel.context.units import all_summaries
 from moba_train.registry import TRANSPORTS
@@ -157,7 +157,7 @@ class Ring(Transport):
             out, lse = call.attention.attend(q_nHD, *keys, call.against(self.rank, owners), selection)
             if merged is None:
                 # Partial results are merged in float32: with one for each rank, bf16 would round as many times.
-                merged = out.to(sum_dtype(q_LHD.dtype)), lse
+                merged = out.to(accumulation_dtype(q_LHD.dtype)), lse
             else:
                 merge_into(*merged, out, lse)
         out_nHD, lse_Hn = merged or nothing_seen(q_nHD)
@@ -168,7 +168,7 @@ class Ring(Transport):
         """Pass the chunks around again and send the gradients of each straight to its owner."""
         _, q_LHD, k_LKD, v_LKD, _, _ = state
         rows, kv_heads, head_dim = k_LKD.shape
-        dtype = sum_dtype(q_LHD.dtype)
+        dtype = accumulation_dtype(q_LHD.dtype)
         state = state.part(rows=slice(0, call.sequence.tokens(self.rank)))
         dq_nHD: Tensor | None = None
         dkv_LKD = k_LKD.new_empty((rows, 2 * kv_heads, head_dim), dtype=dtype)  # dk, then dv

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection
 from moba_train.attention.shard import padded
 from moba_train.parallel.context.comm import Communicator, Ranks
@@ -30,7 +31,6 @@ from moba_train.parallel.context.transport.base import (
     Transport,
     TransportSpec,
     padded_lse,
-    sum_dtype,
 )
 from moba_train.parallel.dims import hierarchical_groups
 from moba_train.parallel.links import LINKS
@@ -226,7 +226,7 @@ def _sum_copies(x_LPD: Tensor, kv_heads: int) -> Tensor:
     """Sum the gradients of the copies of each key/value head: [L, K, D]."""
     if x_LPD.shape[1] == kv_heads:
         return x_LPD
-    return x_LPD.unflatten(1, (kv_heads, -1)).sum(2, dtype=sum_dtype(x_LPD.dtype)).to(x_LPD.dtype)
+    return x_LPD.unflatten(1, (kv_heads, -1)).sum(2, dtype=accumulation_dtype(x_LPD.dtype)).to(x_LPD.dtype)
 
 
 class Local(Transport):
