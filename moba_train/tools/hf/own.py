@@ -20,24 +20,17 @@ class MobaTrain(Family):
     own_ropes = True
     heads_divide_width = False
     is_ours = True
-    defaults = {key: Family.defaults[key] for key in ("max_position_embeddings",)}
+    defaults = {}
     fixed = {"quantization_config": None}
     names = Family.names | {
         "attention_post_norm": "attention_post_norm",
         "feed_forward_post_norm": "feed_forward_post_norm",
     }
 
-    def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises CheckpointError for a missing size, which our export writes."""
-        found = self.defaults | dict(config)
-        for key in (*self.same.values(), "moba"):
-            if found.get(key) is None:
-                raise CheckpointError(f"{key} is missing; allowed: what `convert moba-to-hf --with-code` writes")
-        return found
-
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """With the contents of `moba.model` and `moba.ropes`."""
-        moba = config["moba"] if isinstance(config["moba"], dict) else {}
+        given_moba = config.get("moba")
+        moba = given_moba if isinstance(given_moba, dict) else {}
         shape = moba.get("model")
         if not isinstance(shape, dict) or shape.keys() - SHAPE.keys():
             raise CheckpointError(f"moba.model is {given(shape)}, allowed: an object of {', '.join(sorted(SHAPE))}")
