@@ -20,11 +20,6 @@ from moba_train.tools.hf.family import Family
 _CODE = Path(__file__).parent / "remote_code"
 _SECTIONS = ("options", "cache", "attention", "selectors", "nsa", "linear", "groups", "experts", "modeling")
 """Files of the code, each behind those that it imports."""
-DESCRIPTIONS = {
-    "modeling_moba_train.py": "the model's code, for transformers without moba_train",
-    "kernels": "its kernels for NVIDIA GPUs, which may be left out",
-}
-"""The code, and the folder of kernels."""
 _MODULE = "modeling_moba_train"
 _OWN = "moba_train"
 """model_type of models that only the code can run."""

@@ -23,7 +23,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.convert.remote_code.options import LAYERS
-from moba_train.tools.convert.with_code import DESCRIPTIONS, code_families, code_problems
+from moba_train.tools.convert.with_code import code_families, code_problems
 from moba_train.tools.evaluate import load_on_this_machine
 from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 from moba_train.tools.hf.config import read_model_config
@@ -402,4 +402,4 @@ def test_without_code_there_is_a_card_and_no_code(tmp_path: Path) -> None:
     assert "other.json" not in card
     assert "trust_remote_code" not in card
     assert "any program runs with full attention in all layers. moba_train runs it with the attention above" in card
-    assert not any((tmp_path / "out" / name).exists() for name in DESCRIPTIONS)
+    assert not any((tmp_path / "out" / name).exists() for name in ("modeling_moba_train.py", "kernels"))
