@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from moba_train.tools.report.chart import Chart, Shown, Trace, length_names, palette, text
+from moba_train.tools.report.chart import Chart, Shown, Trace, band, heatmap, length_names, palette, text
 from moba_train.tools.report.history import Column, Result, number
 
 _GROUPS = (
@@ -74,24 +74,16 @@ def _distances(run: Shown, result: Result) -> Chart:
     shares = np.array([layer["distance_share"] for layer in layers], dtype=np.float64)
     farthest = int(np.flatnonzero((shares > 0).any(0)).max(initial=0)) + 1
     trace = {
-        "type": "heatmap",
         "x": [text(distance) for distance in result.data["distances"][:farthest]],
         "y": [f"layer {layer['layer']:d}" for layer in layers],
         "z": shares[:, :farthest],
-        "zmin": 0,
         "zmax": float(shares.max(initial=0.0)),
         "colorscale": [[0, "var(--card)"], [1, "var(--c1)"]],
         "hovertemplate": "%{y}, %{x} blocks back: %{z:.1%}<extra></extra>",
-        "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0, "len": 1},
-    }
-    layout = {
-        "hovermode": "closest",
-        "xaxis": {"type": "category", "title": "blocks back", "showgrid": False},
-        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
     }
     title = run.titled("How far back the selected blocks lie")
     note = f"Share of each layer's selections, after step {result.step:,}."
-    return Chart(f"gate-distance-{run.index}", title, note, [trace], layout, height=max(340, 110 + 20 * len(layers)))
+    return heatmap(f"gate-distance-{run.index}", title, note, trace, {"xaxis": {"title": "blocks back"}}, row=20)
 
 
 def position_chart(runs: Sequence[Shown]) -> list[Chart]:
@@ -158,21 +150,8 @@ def _curve(run: Shown, result: Result, label: str, curve: dict[str, Any], colour
     mean = _column(curve["mean"])
     error = np.nan_to_num(_column(curve["standard_error"]))
     line = _line(run, result, label, mean, colour, dash)
-    band = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": f"{label}, standard error",
-        "x": np.concatenate([line["x"], line["x"][::-1]]),
-        "y": np.concatenate([mean + error, (mean - error)[::-1]]),
-        "fill": "toself",
-        "fillcolor": colour,
-        "opacity": 0.12,
-        "line": {"width": 0},
-        "showlegend": False,
-        "hoverinfo": "skip",
-        "meta": {"run": run.index},
-    }
-    return [band, line]
+    area = band(line["x"], mean - error, mean + error, colour)
+    return [area | {"name": f"{label}, standard error", "meta": {"run": run.index}}, line]
 
 
 def _column(values: Sequence[float | None]) -> Column:
@@ -191,8 +170,6 @@ _BY_TASKS = {"ruler": "RULER", "longtasks": "Long tasks"}
 """Titles of evaluations by tasks."""
 _NO_SHARES = {"bits_per_byte", "brier_score", "byte_perplexity", "perplexity", "ter", "word_perplexity"}
 """Metrics of lm-eval of which less is better; they may also be below 1."""
-_CELL = 34
-"""Height of a row, in pixels."""
 
 
 def needle_maps(runs: Sequence[Shown]) -> list[Chart]:
@@ -218,7 +195,7 @@ def _needle_map(run: Shown, result: Result, attention: str, by_length: list[list
     )
     layout = _trained_mark(data["lengths"], data["trained_length"]) | {"yaxis": {"title": "depth"}}
     key = f"needle-{run.index}-{len(how)}-{_safe(attention)}"
-    return _heatmap(key, title, note, _rows(by_length), length_names(data["lengths"]), depths, layout)
+    return _share_map(key, title, note, _rows(by_length), length_names(data["lengths"]), depths, layout)
 
 
 def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
@@ -237,7 +214,7 @@ def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
                 names = [f"layer {layer}" for layer, _ in rows]
                 values = [row for _, row in rows]
                 lengths = length_names(result.data["lengths"])
-                charts.append(_heatmap(f"selected-{run.index}", title, note, values, lengths, names, {}))
+                charts.append(_share_map(f"selected-{run.index}", title, note, values, lengths, names, {}))
     return charts
 
 
@@ -270,7 +247,7 @@ def lm_eval_charts(runs: Sequence[Shown]) -> list[Chart]:
                 note = f"After step {result.step:,}, by the package lm-eval; further numbers are in {result.source}."
                 layout = {"xaxis": {"title": "attention"}}
                 charts.append(
-                    _heatmap(
+                    _share_map(
                         f"lm-eval-{run.index}",
                         run.titled("lm-eval"),
                         note,
@@ -289,35 +266,27 @@ def _tasks(run: Shown, result: Result, attention: str, scoring: str, by_task: di
     note = f"After step {result.step:,}: {data['samples']} samples of each task and length, seed {data['seed']}."
     key = f"{result.name}-{run.index}-{_safe(attention)}-{_safe(scoring)}"
     layout = _trained_mark(data["lengths"], data["trained_length"])
-    return _heatmap(key, title, note, [*by_task.values()], length_names(data["lengths"]), [*map(text, by_task)], layout)
+    return _share_map(
+        key, title, note, [*by_task.values()], length_names(data["lengths"]), [*map(text, by_task)], layout
+    )
 
 
-def _heatmap(
+def _share_map(
     key: str, title: str, note: str, rows: list[list[Any]], columns: list[str], names: list[str], layout: dict[str, Any]
 ) -> Chart:
-    """Shares from 0 to 1; the first row is at the top."""
+    """Shares from 0 to 1, written into their cells; the first row is at the top."""
     trace = {
-        "type": "heatmap",
         "x": columns,
         "y": names,
         "z": rows,
-        "zmin": 0,
-        "zmax": 1,
         "colorscale": _SCALE,
         "xgap": 2,
         "ygap": 2,
         "texttemplate": "%{z:.0%}" if len(columns) <= 12 else "",
         "textfont": {"color": "#10151f", "size": 12},
         "hovertemplate": "%{y}, %{x}: %{z:.1%}<extra></extra>",
-        "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0, "len": 1},
     }
-    base = {
-        "hovermode": "closest",
-        "xaxis": {"type": "category", "title": "tokens", "showgrid": False},
-        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-    }
-    merged = base | layout | {name: base[name] | layout.get(name, {}) for name in ("xaxis", "yaxis")}
-    return Chart(key, title, note, [trace], merged, height=max(240, 110 + _CELL * len(names)))
+    return heatmap(key, title, note, trace, {"xaxis": {"title": "tokens"}} | layout)
 
 
 def _rows(by_length: list[list[Any]]) -> list[list[Any]]:
