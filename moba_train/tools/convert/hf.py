@@ -74,9 +74,7 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     model = read_model_config(folder)
     family, contents = read_family(folder)
     files = open_weights(folder)
-    length = _length(folder)
-    layers = read_layers(folder)
-    run = resolve_unchecked(RunConfig.model_validate(_recipe_values(folder, output, model, layers, length)))
+    run = resolve_unchecked(imported_recipe(folder, output))
     kinds = build_attention(run.stages[0].attention, model.head_width)
     of_kinds = _kind_shapes(run.setup.spec, kinds)
     shapes = parameter_shapes(model) | buffer_shapes(model, family) | of_kinds
@@ -92,7 +90,7 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     def value(name: str) -> Tensor:
         return read(name) if experts is None else upcycled_weight(name, shapes[name], model, read)
 
-    values = _recipe_values(folder, output, model, layers, length)
+    values = _recipe_values(folder, output, model)
     if tokenizer := _tokenizer(folder):
         load_text_tokenizer(folder / tokenizer, folder_roots(folder))
     with new_folder(output):
@@ -136,15 +134,13 @@ def imported_recipe(folder: Path, output: Path) -> RunConfig:
 
     Raises CheckpointError when our Transformer does not implement the model.
     """
-    values = _recipe_values(folder, output, read_model_config(folder), read_layers(folder), _length(folder))
-    return RunConfig.model_validate(values)
+    return RunConfig.model_validate(_recipe_values(folder, output, read_model_config(folder)))
 
 
-def _recipe_values(
-    folder: Path, output: Path, model: ModelConfig, layers: dict[str, Any], length: int
-) -> dict[str, Any]:
-    """Contents of a recipe for the model of `folder` in `output`, with its tokenizer there, and placeholders for its
-    corpora."""
+def _recipe_values(folder: Path, output: Path, model: ModelConfig) -> dict[str, Any]:
+    """Contents of a recipe for `model`, that of `folder`, in `output`, with its tokenizer there, and placeholders for
+    its corpora."""
+    length = _length(folder)
     # Also for ".", and with hyphens for characters that the name of a run may not have.
     name = re.sub(r"[^A-Za-z0-9._-]", "-", os.path.basename(os.path.abspath(output))) or "imported"
     recipe: dict[str, Any] = {
@@ -152,7 +148,7 @@ def _recipe_values(
         "run_dir": f"runs/{name}",
         "init_from": str(output),
         "model": model.model_dump(exclude_defaults=True),
-        "attention": layers,
+        "attention": read_layers(folder),
         "data": {"train": [{"path": str(output / "corpus")}]},
         "batch_tokens": length,
         "stages": [{"name": "imported", "seq_len": length, "tokens": length}],
