@@ -173,13 +173,8 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
         setting = dataclasses.replace(setting, trained_length=training.seq_len)
         attentions = variants(saved.stage.attention, recipe_layers(saved), options.attention)
         evaluations = _evaluations(saved.config.evaluation, setting, options.tasks)
-        if world.is_main and saved.stage.seq_len > training.seq_len:
-            logger.warning(
-                "Sequences of %d tokens are longer than the %d tokens that the model was trained with: positions "
-                "beyond are extrapolated by the stage's RoPE",
-                saved.stage.seq_len,
-                training.seq_len,
-            )
+        if world.is_main:
+            warn_of_length(saved.stage.seq_len, training)
         context = _context(saved, options.cp, attentions, world)
         del held
         results = {}
@@ -196,6 +191,17 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
                 from moba_train.tools.report.page import write_evaluation  # plotly takes a second to import
 
                 echo(f"charts: {write_evaluation(content, options.output)}")
+
+
+def warn_of_length(tokens: int, training: Training) -> None:
+    """Warn of sequences of `tokens` tokens if they are longer than those of training."""
+    if tokens > training.seq_len:
+        logger.warning(
+            "Sequences of %d tokens are longer than the %d tokens that the model was trained with: positions beyond "
+            "are extrapolated by the stage's RoPE",
+            tokens,
+            training.seq_len,
+        )
 
 
 def recipe_layers(saved: SavedRun) -> Layers:

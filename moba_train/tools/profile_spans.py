@@ -34,7 +34,7 @@ from moba_train.model.build import build_attention, observed_layers
 from moba_train.model.transformer import Transformer
 from moba_train.output_files import write_atomically
 from moba_train.parallel.forward import training_loss
-from moba_train.tools.evaluate import load_on_this_machine, tracked, training_of
+from moba_train.tools.evaluate import load_on_this_machine, tracked, training_of, warn_of_length
 from moba_train.tools.saved_recipe import SavedRun
 
 
@@ -263,11 +263,7 @@ def _checked_lengths(saved: SavedRun, options: ProfileOptions) -> tuple[int, ...
         raise UserError(
             f"--max-length: given {options.max_length}; allowed: at least {lengths[-1]}, the longest length"
         )
-    trained = training_of(saved).seq_len
-    if lengths[-1] > trained:
-        logger.warning(
-            "Documents of %d tokens are longer than the %d tokens that the model was trained with", lengths[-1], trained
-        )
+    warn_of_length(lengths[-1], training_of(saved))
     return lengths
 
 
