@@ -47,7 +47,7 @@ from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokeniz
 from moba_train.tools.convert.model_card import CARD, model_card
 from moba_train.tools.convert.new_folder import check_new_folder, new_folder
 from moba_train.tools.convert.with_code import code_config, code_families, code_problems, write_code
-from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
+from moba_train.tools.hf.config import CONFIG, read_family, read_model_config
 from moba_train.tools.hf.family import OF_FAMILIES, Family, family_of
 from moba_train.tools.hf.mxfp4 import open_weights
 from moba_train.tools.hf.weights import buffer_shapes, check_hf_weights, fused_tensors, parameter_shapes, places
@@ -121,7 +121,7 @@ def _save_weights(
 
 def _length(folder: Path) -> int:
     """Sequence length of the model in `folder`."""
-    length = read_config(folder)["max_position_embeddings"]
+    length = read_family(folder)[1]["max_position_embeddings"]
     if type(length) is not int or not 1 <= length <= LONGEST:
         raise CheckpointError(
             f"{folder / CONFIG}: max_position_embeddings is {given(length)}; allowed: integer >= 1 and <= {LONGEST}"

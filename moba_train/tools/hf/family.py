@@ -160,7 +160,7 @@ class Family:
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Values of our `model` section. Raises CheckpointError, naming the key, for one that it cannot say.
 
-        config: with the values that it leaves out, as `read_config` returns it
+        config: with the values that it leaves out, as `read_family` returns it
         """
         for key, value in self.fixed.items():
             if config.get(key, value) != value:
