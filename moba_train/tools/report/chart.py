@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moba_train.tools.report.history import Axes, Column, History, Rows, axes, place_columns, shown_rows
+from moba_train.tools.report.history import Axes, Column, History, Result, Rows, axes, place_columns, shown_rows
 
 Trace = dict[str, Any]
 
@@ -155,6 +155,11 @@ def shown(histories: Sequence[History]) -> list[Shown]:
     """The runs of a page."""
     count = len(histories)
     return [Shown(history, index, count > 1, shown_rows(history, count)) for index, history in enumerate(histories)]
+
+
+def last_results(runs: Sequence[Shown], name: str) -> list[tuple[Shown, Result]]:
+    """The last result of an evaluation, with its run, of every run that has one."""
+    return [(run, result) for run in runs for result in run.history.latest(name)[-1:]]
 
 
 def palette(number: int) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from moba_train.tools.report.chart import Chart, Shown, Trace, band, heatmap, length_names, palette, text
+from moba_train.tools.report.chart import Chart, Shown, Trace, band, heatmap, last_results, length_names, palette, text
 from moba_train.tools.report.history import Column, Result, number
 
 _GROUPS = (
@@ -34,8 +34,7 @@ _GROUPS = (
 def gate_charts(runs: Sequence[Shown]) -> list[Chart]:
     """The last gate probe of every run that found a choice: its statistics by layer, and the distances of the selected
     blocks."""
-    latest = [(run, result) for run in runs for result in run.history.latest("gate_probe")[-1:]]
-    probes = [(run, result) for run, result in latest if result.data["layers"]]
+    probes = [(run, result) for run, result in last_results(runs, "gate_probe") if result.data["layers"]]
     charts = []
     for key, title, note, names in _GROUPS:
         traces = [
@@ -175,12 +174,11 @@ _NO_SHARES = {"bits_per_byte", "brier_score", "byte_perplexity", "perplexity", "
 def needle_maps(runs: Sequence[Shown]) -> list[Chart]:
     """The last needle evaluation of every run: a map for each attention, length by depth."""
     charts = []
-    for run in runs:
-        for result in run.history.latest("needle")[-1:]:
-            for name, found in result.data["maps"].items():
-                charts.append(_needle_map(run, result, name, found["passed"], ""))
-                if "generated" in found:
-                    charts.append(_needle_map(run, result, name, found["generated"], ", generated"))
+    for run, result in last_results(runs, "needle"):
+        for name, found in result.data["maps"].items():
+            charts.append(_needle_map(run, result, name, found["passed"], ""))
+            if "generated" in found:
+                charts.append(_needle_map(run, result, name, found["generated"], ", generated"))
     return charts
 
 
@@ -201,20 +199,15 @@ def _needle_map(run: Shown, result: Result, attention: str, by_length: list[list
 def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
     """Share of the heads of each layer whose queries selected the needle's block for their answer."""
     charts = []
-    for run in runs:
-        for result in run.history.latest("needle")[-1:]:
-            attention = result.data["attention"]
-            layers = list(enumerate(_rows(result.data["maps"][attention]["selected"])))
-            rows = [(layer, row) for layer, row in layers if any(share is not None for share in row)]
-            if rows:
-                note = (
-                    "Share of heads that select the needle's block when they answer; layers that see all are left out."
-                )
-                title = run.titled(f"Heads that look at the needle, {attention}")
-                names = [f"layer {layer}" for layer, _ in rows]
-                values = [row for _, row in rows]
-                lengths = length_names(result.data["lengths"])
-                charts.append(_share_map(f"selected-{run.index}", title, note, values, lengths, names, {}))
+    note = "Share of heads that select the needle's block when they answer; layers that see all are left out."
+    for run, result in last_results(runs, "needle"):
+        attention = result.data["attention"]
+        rows = [*enumerate(_rows(result.data["maps"][attention]["selected"]))]
+        shown = {f"layer {layer}": row for layer, row in rows if any(share is not None for share in row)}
+        if shown:
+            title = run.titled(f"Heads that look at the needle, {attention}")
+            lengths = length_names(result.data["lengths"])
+            charts.append(_share_map(f"selected-{run.index}", title, note, [*shown.values()], lengths, [*shown], {}))
     return charts
 
 
@@ -222,9 +215,8 @@ def task_charts(runs: Sequence[Shown]) -> list[Chart]:
     """The last evaluations by tasks of every run: scores by task and length, for each attention and way of scoring."""
     return [
         _tasks(run, result, attention, scoring, by_task)
-        for run in runs
         for name in _BY_TASKS
-        for result in run.history.latest(name)[-1:]
+        for run, result in last_results(runs, name)
         for attention, by_scoring in result.data["scores"].items()
         for scoring, by_task in by_scoring.items()
     ]
@@ -233,30 +225,20 @@ def task_charts(runs: Sequence[Shown]) -> list[Chart]:
 def lm_eval_charts(runs: Sequence[Shown]) -> list[Chart]:
     """The last results of `moba-train lm-eval` of every run: shares by task and metric, for each attention."""
     charts = []
-    for run in runs:
-        for result in run.history.latest("lm_eval")[-1:]:
-            scores = result.data["scores"]
-            shares = {
-                f"{task}, {metric}": [by_task[task][metric] for by_task in scores.values()]
-                for task, values in next(iter(scores.values())).items()
-                for metric, value in values.items()
-                if "_stderr" not in metric and metric.split(",")[0] not in _NO_SHARES and 0 <= value <= 1
-            }
-            if shares:
-                names = [text(name) for name in shares]
-                note = f"After step {result.step:,}, by the package lm-eval; further numbers are in {result.source}."
-                layout = {"xaxis": {"title": "attention"}}
-                charts.append(
-                    _share_map(
-                        f"lm-eval-{run.index}",
-                        run.titled("lm-eval"),
-                        note,
-                        [*shares.values()],
-                        [*scores],
-                        names,
-                        layout,
-                    )
-                )
+    for run, result in last_results(runs, "lm_eval"):
+        scores = result.data["scores"]
+        shares = {
+            f"{task}, {metric}": [by_task[task][metric] for by_task in scores.values()]
+            for task, values in next(iter(scores.values())).items()
+            for metric, value in values.items()
+            if "_stderr" not in metric and metric.split(",")[0] not in _NO_SHARES and 0 <= value <= 1
+        }
+        if shares:
+            key, title = f"lm-eval-{run.index}", run.titled("lm-eval")
+            note = f"After step {result.step:,}, by the package lm-eval; further numbers are in {result.source}."
+            names = [*map(text, shares)]
+            layout = {"xaxis": {"title": "attention"}}
+            charts.append(_share_map(key, title, note, [*shares.values()], [*scores], names, layout))
     return charts
 
 
