@@ -153,7 +153,7 @@ ADAPTERS: Registry[Any] = Registry("moba_train.adapters", "adapter", ("Options",
 TRANSPORTS: Registry[Any] = Registry("moba_train.transports", "transport", ("make", "cost", "check_sizes"))
 """Objects `parallel.context.transport.base.TransportSpec`."""
 CHECKPOINT_STORES: Registry[Any] = Registry(
-    "moba_train.checkpoint_stores", "checkpoint store", ("Options", "open", "local_copy")
+    "moba_train.checkpoint_stores", "checkpoint store", ("Options", "copy", "local_copy")
 )
 """Classes with the interface of `run.checkpoints.CheckpointStore`."""
 TELEMETRY_SINKS: Registry[Any] = Registry("moba_train.telemetry_sinks", "telemetry sink", ("open", "write", "close"))

@@ -68,9 +68,10 @@ class Start:
 class CheckpointStore(Protocol):
     """A place elsewhere that gets a copy of every checkpoint, in the background. Used on rank 0.
 
-    A registered store (entry point group `moba_train.checkpoint_stores`) has class methods: `open(options, folders)`,
-    which begins to fetch its newest copy into the run's folder unless that has a newer checkpoint; `problem(options)`,
-    as of a sink; and `local_copy(address)`, the path on this machine of a copy of what is at the address.
+    A registered store (entry point group `moba_train.checkpoint_stores`) is a class of (options, folders), which begins
+    to fetch its newest copy into the run's folder unless that has a newer checkpoint, with the class methods
+    `problem(options)`, as of a sink, and `local_copy(address)`, the path on this machine of a copy of what is at the
+    address.
     """
 
     def copy(self, path: Path) -> None:
@@ -143,7 +144,7 @@ class RunCheckpoints:
         )
         # Behind the checkpointer, which removes unfinished checkpoints, such as one that is being fetched.
         asked = keep.asked_for() if world.is_main and run.memory.saves else []
-        self.stores: list[CheckpointStore] = [store.open(options, run.folders) for _, store, options in asked]
+        self.stores: list[CheckpointStore] = [store(options, run.folders) for _, store, options in asked]
 
     def start(self, from_scratch: bool = False) -> Start:
         """Load the newest checkpoint that is intact and finite or, where there are no checkpoints, the weights of

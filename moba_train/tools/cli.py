@@ -345,14 +345,12 @@ def moba_to_hf(
     full attention."""
     import torch
 
-    from moba_train.tools.convert.hf import describe_folder, export_to_hf
+    from moba_train.tools.convert.hf import export_to_hf
     from moba_train.tools.saved_recipe import open_checkpoint
 
     saved = open_checkpoint(checkpoint, init_from)
     left_out = export_to_hf(saved, output, getattr(torch, dtype), int(shard_gib * 2**30), with_code, model_type)
-    typer.echo(f"{saved.path} is now a Hugging Face model in {output}:")
-    for line in describe_folder(output):
-        typer.echo(line)
+    typer.echo(f"{saved.path} is now a Hugging Face model in {output}")
     for warning in left_out:
         typer.echo(f"warning: {warning}", err=True)
 
@@ -390,14 +388,12 @@ def hf_to_moba(
 
     For `verify`, for the recipe, and to begin with experts. Training, `generate`, `eval` and `lm-eval` read Hugging
     Face folders too."""
-    from moba_train.tools.convert.hf import describe_folder, import_from_hf
+    from moba_train.tools.convert.hf import RECIPE, import_from_hf
 
     unread = import_from_hf(folder, output, experts, active)
     if unread:
         typer.echo(f"warning: config.json has keys that were not read: {', '.join(unread)}", err=True)
-    typer.echo(f"{folder} is now a checkpoint in {output}:")
-    for line in describe_folder(output):
-        typer.echo(line)
+    typer.echo(f"{folder} is now a checkpoint in {output}; {output / RECIPE} is a recipe to extend")
 
 
 @app.command()

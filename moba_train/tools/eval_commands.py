@@ -26,6 +26,10 @@ AttentionOption = Annotated[
         help="own: the stage's attention or, if all its layers are full, the recipe's; full: full in all layers",
     ),
 ]
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="CORPUS", help="tokenised corpus instead of data.validation; may be given several times"),
+]
 TokenizerOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="default: the recipe's; docs/how-to/evaluate.md lists the places")
 ]
@@ -54,10 +58,7 @@ def evaluate(
             help="evaluations to run, also those that the recipe does not have; default: the recipe's",
         ),
     ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CORPUS", help="tokenised corpus instead of data.validation; may be given several times"),
-    ] = None,
+    data: DataOption = None,
     seq_len: Annotated[
         int | None,
         typer.Option(
@@ -182,10 +183,7 @@ def profile_spans(
     budget: Annotated[
         float, typer.Option(help="share of full attention's pairs that the heads may attend to, at each length")
     ] = 0.5,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CORPUS", help="tokenised corpus instead of data.validation; may be given several times"),
-    ] = None,
+    data: DataOption = None,
     samples: Annotated[int, typer.Option(min=1, help="documents of each length")] = 8,
     block_size: Annotated[
         int, typer.Option(parser=parse_length, metavar="TOKENS", help="tokens per block, as attention.moa.block_size")

@@ -36,7 +36,6 @@ from moba_train.evals.evaluation import (
 )
 from moba_train.evals.registry import EVALUATIONS, asked_evaluations
 from moba_train.memory.devices import local_device, weakest
-from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
 from moba_train.output_files import make_folder, write_new
 from moba_train.parallel.activations import set_activations
@@ -50,7 +49,6 @@ from moba_train.resolve.run import resolve_unchecked, setup_on, stage_layout
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.evaluated_recipe import EvaluationOptions, evaluated_setting, evaluations_named
 from moba_train.tools.hf.config import is_hf_folder
-from moba_train.tools.hf.weights import load_hf_weights
 from moba_train.tools.inference.across_ranks import PromptRanks, prompt_ranks
 from moba_train.tools.report.sink import plotly_is_installed
 from moba_train.tools.saved_recipe import SavedRun, Training, load_trained, load_weights, saved_training
@@ -142,15 +140,7 @@ def load_on_this_machine(saved: SavedRun) -> Transformer:
     """The model on this machine's GPU in bfloat16, or on the CPU in float32, with the stage's RoPE."""
     on_gpu = torch.cuda.is_available()
     device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
-    if not is_hf_folder(saved.path):
-        return load_trained(saved, device, dtype)
-    with torch.device("meta"):
-        model = build_model(saved.spec)
-    model.to_empty(device=device)
-    load_hf_weights(model, saved.path, with_kinds=True)
-    model.set_attention(build_attention(saved.stage.attention, saved.spec.config.head_width))
-    model.set_rope(saved.stage.rope)
-    return model.to(dtype).eval()
+    return load_trained(saved, device, dtype)
 
 
 def ranks_of_prompt(saved: SavedRun, world: World) -> PromptRanks | None:
@@ -183,13 +173,8 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
         setting = dataclasses.replace(setting, trained_length=training.seq_len)
         attentions = variants(saved.stage.attention, recipe_layers(saved), options.attention)
         evaluations = _evaluations(saved.config.evaluation, setting, options.tasks)
-        if world.is_main and saved.stage.seq_len > training.seq_len:
-            logger.warning(
-                "Sequences of %d tokens are longer than the %d tokens that the model was trained with: positions "
-                "beyond are extrapolated by the stage's RoPE",
-                saved.stage.seq_len,
-                training.seq_len,
-            )
+        if world.is_main:
+            warn_of_length(saved.stage.seq_len, training)
         context = _context(saved, options.cp, attentions, world)
         del held
         results = {}
@@ -206,6 +191,17 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
                 from moba_train.tools.report.page import write_evaluation  # plotly takes a second to import
 
                 echo(f"charts: {write_evaluation(content, options.output)}")
+
+
+def warn_of_length(tokens: int, training: Training) -> None:
+    """Warn of sequences of `tokens` tokens if they are longer than those of training."""
+    if tokens > training.seq_len:
+        logger.warning(
+            "Sequences of %d tokens are longer than the %d tokens that the model was trained with: positions beyond "
+            "are extrapolated by the stage's RoPE",
+            tokens,
+            training.seq_len,
+        )
 
 
 def recipe_layers(saved: SavedRun) -> Layers:
@@ -252,10 +248,7 @@ def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], wor
     # Copy engines need buffers, and gain nothing where nothing is trained.
     parallel = run.parallel.model_copy(update={"fsdp_copy_engines": False})
     model = sharded_model(setup, parallel, dims, run.seed)
-    if is_hf_folder(saved.path):
-        load_hf_weights(model, saved.path, with_kinds=True)
-    else:
-        load_weights(model, saved)
+    load_weights(model, saved)
     model.set_rope(stage.rope)
     layout = stage_layout(setup, run.memory, stage, mesh, world.ranks_per_node, device)
     data_shard = ContextEngines(dims).data_shard(mesh, layout.strategy)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,14 +61,7 @@ class EvaluationOptions:
 
     def to_json(self) -> dict[str, Any]:
         """The options that bear on the numbers, as JSON values."""
-        return {
-            "attention": self.attention,
-            "tasks": list(self.tasks) if self.tasks is not None else None,
-            "data": list(self.data) or None,
-            "seq_len": self.seq_len,
-            "cp": self.cp,
-            "overrides": list(self.overrides),
-        }
+        return {name: value for name, value in asdict(self).items() if name != "output"}
 
 
 def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:

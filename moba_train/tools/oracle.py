@@ -7,14 +7,12 @@
 Layers of full attention in the stage's own attention have it in all of these.
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from moba_train.attention.moba.moba_local import MobaAttention
@@ -151,7 +149,7 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
         owned = {name for name, layers in attentions.items() if name.startswith("gate ") and layers == own}
         split = Split(self._options.budgets, curves, scores, self._dense, owned)
         first = split.loss(self._options.budgets[0])
-        numbers = {f"{name}_error": first[name].mean if name in first else 0.0 for name in ("budget", "selector")}
+        numbers = {f"{name}_error": first[name].trailing if name in first else 0.0 for name in ("budget", "selector")}
         data = {"attention": context.own, **self._shape, **split.to_json()}
         return EvaluationResult(numbers, split.message(), split.table(), data)
 
@@ -266,21 +264,15 @@ def _read_dense(path: str, shape: Mapping[str, int], scores: Collection[str]) ->
         ) from error
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A mean over sequences, and its standard error, of pairs on the same sequence."""
+def _pair(difference: PositionWiseLoss) -> list[float | None]:
+    """A difference of trailing losses and its standard error, as JSON values."""
+    pair: list[float | None] = finite([difference.trailing, difference.trailing_error])
+    return pair
 
-    mean: float
-    error: float
 
-    @classmethod
-    def of(cls, values: npt.NDArray[np.float64]) -> "Difference":
-        """Mean and error of one value for each sequence; NaN for the error of a single one."""
-        count = len(values)
-        return cls(float(values.mean()), float(values.std(ddof=1)) / count**0.5 if count > 1 else math.nan)
-
-    def __str__(self) -> str:
-        return format_difference(self.mean, self.error)
+def _told(difference: PositionWiseLoss) -> str:
+    """A difference of trailing losses, with its standard error."""
+    return format_difference(difference.trailing, difference.trailing_error)
 
 
 @dataclass(frozen=True)
@@ -302,22 +294,22 @@ class Split:
         found = {"budget": (f"oracle {label}", "full")}
         return found | ({"selector": (f"gate {label}", f"oracle {label}")} if f"gate {label}" in self.curves else {})
 
-    def loss(self, budget: Budget) -> dict[str, Difference]:
-        """Errors in trailing loss, nats per token."""
-        last = {name: curve.losses[:, -1] for name, curve in self.curves.items()}
-        return {name: Difference.of(last[one] - last[other]) for name, (one, other) in self.pairs(budget).items()}
+    def loss(self, budget: Budget) -> dict[str, PositionWiseLoss]:
+        """Errors in loss, nats per token."""
+        return {name: self.curves[one].above(self.curves[other]) for name, (one, other) in self.pairs(budget).items()}
 
     def score(self, budget: Budget, of: str) -> dict[str, float]:
         """Errors in a share of right answers."""
         return {name: self.scores[b][of] - self.scores[a][of] for name, (a, b) in self.pairs(budget).items()}
 
-    def weights(self) -> tuple[Difference, dict[str, float]] | None:
+    def weights(self) -> tuple[PositionWiseLoss, dict[str, float]] | None:
         """The error of the weights in trailing loss and in each share; None if it is not known."""
         if self.dense is None:
             return None
-        before = np.array(self.dense["trailing_by_sequence"])
+        full = self.curves["full"]
+        before = PositionWiseLoss(full.bucket, np.array(self.dense["trailing_by_sequence"])[:, None])
         shares = {name: self.dense["scores"][name] - share for name, share in self.scores["full"].items()}
-        return Difference.of(self.curves["full"].losses[:, -1] - before), shares
+        return replace(full, losses=full.losses[:, -1:]).above(before), shares
 
     def to_json(self) -> dict[str, Any]:
         """JSON values: every attention, and the errors of every budget."""
@@ -327,13 +319,13 @@ class Split:
                 "label": label_of(budget),
                 **budget.model_dump(mode="json"),
                 "own_gate": f"gate {label_of(budget)}" in self.owned,
-                "loss": {name: finite([gap.mean, gap.error]) for name, gap in self.loss(budget).items()},
+                "loss": {name: _pair(gap) for name, gap in self.loss(budget).items()},
                 "scores": {of: self.score(budget, of) for of in self.scores["full"]},
             }
             for budget in self.budgets
         ]
         weights = self.weights()
-        of_weights = None if weights is None else {"loss": finite([*astuple(weights[0])]), "scores": weights[1]}
+        of_weights = None if weights is None else {"loss": _pair(weights[0]), "scores": weights[1]}
         return {"attentions": attentions, "budgets": budgets, "weights": of_weights}
 
     def table(self) -> list[str]:
@@ -351,19 +343,19 @@ class Split:
         lines += ["", f"{'error of':<{width}}" + "".join(f"{head:>24}" for head in heads)]
         for budget in self.budgets:
             losses = self.loss(budget)
-            cells = [str(losses[name]) if name in losses else "–" for name in columns]
+            cells = [_told(losses[name]) if name in losses else "–" for name in columns]
             for share in shares:
                 errors = self.score(budget, share)
                 cells += [f"{errors[name]:+.3f}" if name in errors else "–" for name in columns]
             lines.append(f"{label_of(budget):<{width}}" + "".join(f"{cell:>24}" for cell in cells))
         if (weights := self.weights()) is not None:
             told = "".join(f", {share} {error:+.3f}" for share, error in weights[1].items())
-            lines.append(f"error of the weights: loss {weights[0]}{told}")
+            lines.append(f"error of the weights: loss {_told(weights[0])}{told}")
         return [*lines, self.message()]
 
     def message(self) -> str:
         """The first budget in a sentence."""
         errors = self.loss(self.budgets[0])
         text = f"trailing loss {self.curves['full'].trailing:.4f} with full attention; {label_of(self.budgets[0])} "
-        text += f"loses {errors['budget']} by its budget"
-        return text + (f" and {errors['selector']} by its selector" if "selector" in errors else "")
+        text += f"loses {_told(errors['budget'])} by its budget"
+        return text + (f" and {_told(errors['selector'])} by its selector" if "selector" in errors else "")

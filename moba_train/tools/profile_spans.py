@@ -12,7 +12,6 @@ D head width, N blocks of the document; L lengths of documents, Y layers, X head
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from moba_train.model.build import build_attention, observed_layers
 from moba_train.model.transformer import Transformer
 from moba_train.output_files import write_atomically
 from moba_train.parallel.forward import training_loss
-from moba_train.tools.evaluate import load_on_this_machine, tracked, training_of
+from moba_train.tools.evaluate import load_on_this_machine, tracked, training_of, warn_of_length
 from moba_train.tools.saved_recipe import SavedRun
 
 
@@ -63,7 +62,7 @@ def block_influence(
         scores_Hts.masked_fill_(token_T[rows, None] < token_T[None, keys], -torch.inf)
         influence_Hts = _influence(scores_Hts.softmax(-1), _products(dout_THD[rows].to(dtype), v_TKD[keys]))
         if rows.start == 0:
-            influence_Hts[:, 0, 0] = -(dout_THD[0].to(dtype) * _for_query_heads(v_TKD[0], heads)).sum(-1)
+            influence_Hts[:, 0, 0] = -_products(dout_THD[:1].to(dtype), v_TKD[:1])[:, 0, 0]
         influence_HtN = F.pad(influence_Hts, (0, blocks * block_size - rows.stop)).unflatten(-1, (blocks, -1)).sum(-1)
         within_Nt = (token_T[rows] // block_size == block_N1).to(dtype)  # not index_add_, whose order varies on a GPU
         found_HNN += within_Nt @ influence_HtN
@@ -81,10 +80,6 @@ def _products(x_tHD: Tensor, y_sKD: Tensor) -> Tensor:
     """Products of query heads with the key/value head that they share, [H, t, s]."""
     x_tKGD = x_tHD.unflatten(1, (y_sKD.shape[1], -1))
     return torch.einsum("tkgd,skd->kgts", x_tKGD, y_sKD).flatten(0, 1)
-
-
-def _for_query_heads(x_KD: Tensor, heads: int) -> Tensor:
-    return x_KD.repeat_interleave(heads // x_KD.shape[0], 0)
 
 
 def masked_influence(influence_HNN: Tensor, rules: Sequence[SpanRule], block_size: int) -> Tensor:
@@ -268,11 +263,7 @@ def _checked_lengths(saved: SavedRun, options: ProfileOptions) -> tuple[int, ...
         raise UserError(
             f"--max-length: given {options.max_length}; allowed: at least {lengths[-1]}, the longest length"
         )
-    trained = training_of(saved).seq_len
-    if lengths[-1] > trained:
-        logger.warning(
-            "Documents of %d tokens are longer than the %d tokens that the model was trained with", lengths[-1], trained
-        )
+    warn_of_length(lengths[-1], training_of(saved))
     return lengths
 
 
@@ -296,22 +287,15 @@ def measure(
     for number in tracked(range(len(work)), "measuring influences"):
         at, index = work[number]
         batch = collate([data[at].sample(index)]).to(device)
-        with _influences(model, partial(add, at, len(data[at])), block_size):
+        see = partial(add, at, len(data[at]))
+        observers = [InfluenceObserver(partial(see, layer), block_size) for layer in range(config.layers)]
+        with observed_layers(model, LOCAL_ENGINE, observers):
             (training_loss(model, batch).loss / batch.loss_weight_sum).backward()
         model.embedding.weight.grad = None
     return masked_LYHC
 
 
-@contextmanager
-def _influences(model: Transformer, see: Callable[[int, Tensor], None], block_size: int) -> Iterator[None]:
-    """Let the backward pass, inside the block, call `see` with each layer and the influences of its attention."""
-
-    observers = [_Influence(partial(see, layer), block_size) for layer in range(model.config.layers)]
-    with observed_layers(model, LOCAL_ENGINE, observers):
-        yield
-
-
-class _Influence(Observer):
+class InfluenceObserver(Observer):
     """Calls `see` with the influences of a layer's attention when its backward pass begins."""
 
     def __init__(self, see: Callable[[Tensor], None], block_size: int) -> None:

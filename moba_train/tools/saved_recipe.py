@@ -34,6 +34,8 @@ from moba_train.model.transformer import Transformer
 from moba_train.resolve.initial_weights import load_initial_weights
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
+from moba_train.tools.hf.config import is_hf_folder
+from moba_train.tools.hf.weights import load_hf_weights
 from moba_train.tools.needle.options import NamesFiles, asking
 
 
@@ -89,8 +91,12 @@ def overridden_kinds(saved: SavedRun) -> list[str]:
 
 
 def load_weights(model: Transformer, saved: SavedRun) -> None:
-    """Fill `model`, sharded or not, with the weights of a checkpoint: those of adapters on their base. Called on all
-    ranks. Raises CheckpointError when the checkpoint is damaged, or the base missing or another one."""
+    """Fill `model`, sharded or not, with the weights of a checkpoint, those of adapters on their base, or of a Hugging
+    Face folder. Called on all ranks. Raises CheckpointError when the checkpoint is damaged, or the base missing or
+    another one."""
+    if is_hf_folder(saved.path):
+        load_hf_weights(model, saved.path, with_kinds=True)
+        return
     if model.adapters is not None:
         load_initial_weights(model, base_folder(saved))
     load_model(model, saved.path, optional=overridden_kinds(saved))
@@ -116,7 +122,7 @@ def base_folder(saved: SavedRun) -> Path:
 
 
 def load_trained(saved: SavedRun, device: torch.device, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model of a checkpoint on `device` in `dtype`, with the attention and RoPE of the stage that saved it.
+    """The model of a checkpoint or Hugging Face folder on `device` in `dtype`, with its stage's attention and RoPE.
 
     Raises CheckpointError when the checkpoint is damaged.
     """

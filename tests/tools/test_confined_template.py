@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moba_train.errors import DataError
-from moba_train.tools.chat.confined_template import ConfinedTemplate, Limits
+from moba_train.tools.chat.confined_template import LIMITS, ConfinedTemplate
 from moba_train.tools.chat.load import TEMPLATE_BYTES, load_chat_template
 from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Conversation, SplitConversation
 from tests.data_tools.test_sft_messages import FORGETS, assistant, user
@@ -16,7 +16,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "What is two?"},
     {"role": "assistant", "content": "A number."},
 ]
-SMALL = Limits(seconds=1, memory=64 << 20)
+SMALL = LIMITS._replace(seconds=1, memory=64 << 20)
 
 ENDLESS = "takes more than 1 s of processor time"
 HUGE = "takes more than 64 MiB of memory"
@@ -66,13 +66,13 @@ def test_only_the_conversation_that_exceeds_a_limit_is_refused() -> None:
 def test_a_conversation_of_many_turns_has_room_for_a_sample_of_each() -> None:
     """A template that drops thoughts of earlier turns."""
     turns = [user("x" * 4000), assistant("x" * 4000, reasoning_content="y")] * 50
-    limits = SMALL._replace(text=1 << 10, memory=1 << 30)
+    limits = SMALL._replace(reply=1 << 10, memory=1 << 30)
     assert len(ConfinedTemplate(FORGETS, "<e>", limits=limits).split(Conversation(turns)).samples) == 50
 
 
 def test_a_template_that_keeps_exceeding_them_ends_the_job() -> None:
-    template = ConfinedTemplate("{{ messages[0].role * 10**10 }}", "<e>", limits=SMALL._replace(breaches=3))
-    with pytest.raises(DataError, match="memory, as in 2 conversations before; give another"):
+    template = ConfinedTemplate("{{ messages[0].role * 10**10 }}", "<e>", limits=SMALL)
+    with pytest.raises(DataError, match="memory, as in 4 conversations before; give another"):
         list(template.split_all([Conversation(MESSAGES)] * 5))
 
 

@@ -18,13 +18,14 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.needle_signal import (
+    SUMS,
     GateSize,
-    HeadSignal,
-    NeedleSignal,
     NeedleSignalEvaluation,
+    head_means,
     miss_rate,
     needle_signal,
     outranked_rate,
+    rates,
 )
 from tests.evals.setting import built
 from tests.resolved import check, spec_of
@@ -34,7 +35,7 @@ LENGTH = 448
 WIDTH, BLOCKS, HEADS, DRAWS = 64, 15, 16, 60
 
 
-def head_of(size: GateSize, separation: float, cluster: int = 1, common: float = 0.0) -> HeadSignal:
+def head_of(size: GateSize, separation: float, cluster: int = 1, common: float = 0.0) -> dict[str, float]:
     """What is found in random keys of variance 1 / WIDTH: `cluster` keys of one block whose product with the query has
     the mean `separation`, and in each block a random part that all its keys have in common, of variance `common`."""
     generator = torch.Generator().manual_seed(0)
@@ -42,7 +43,7 @@ def head_of(size: GateSize, separation: float, cluster: int = 1, common: float =
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) / math.sqrt(WIDTH)
 
-    total = NeedleSignal.zeros(HEADS)
+    total = torch.zeros(len(SUMS), HEADS, dtype=torch.float64)
     for draw in range(DRAWS):
         q_HD = torch.nn.functional.normalize(normal(HEADS, WIDTH), dim=-1)
         k_NBHD = normal(BLOCKS, size.block_size, HEADS, WIDTH)
@@ -53,34 +54,35 @@ def head_of(size: GateSize, separation: float, cluster: int = 1, common: float =
         k_SHD = torch.cat([k_NBHD.flatten(0, 1), normal(1, HEADS, WIDTH)])
         place = torch.tensor([len(k_SHD) - 1])
         total += needle_signal(q_HD[None], k_SHD, place, torch.tensor([block * size.block_size]), size, WIDTH**-0.5)
-    assert total.queries.tolist() == [DRAWS] * HEADS
-    pooled = NeedleSignal.from_vector([sum(values) for values in torch.tensor(total.vector()).view(-1, HEADS).tolist()])
-    (head,) = pooled.heads(size, WIDTH)
+    assert total[0].tolist() == [DRAWS] * HEADS
+    (head,) = head_means(total.sum(1, keepdim=True))
     return head
 
 
 @pytest.mark.parametrize(("block_size", "separation"), [(16, 0.8), (32, 0.8), (16, 0.4)])
 def test_on_independent_normal_keys_the_papers_prediction_holds(block_size: int, separation: float) -> None:
     """960 needles: rates are known to about 0.015."""
-    head = head_of(GateSize(block_size, 4), separation)
-    assert head.separation == pytest.approx(separation, abs=0.02)
-    assert head.key_variance == pytest.approx(1 / WIDTH, rel=0.02)
-    rates = head.rates()
+    size = GateSize(block_size=block_size, topk=4)
+    head = head_of(size, separation)
+    assert head["separation"] == pytest.approx(separation, abs=0.02)
+    assert head["key_variance"] == pytest.approx(1 / WIDTH, rel=0.02)
+    found = rates(head, size, WIDTH)
     expected = 0.5 * math.erfc(separation * math.sqrt(WIDTH / (2 * block_size)) / math.sqrt(2))
-    assert rates["outranked_paper"] == pytest.approx(expected, abs=0.01)
+    assert found["outranked_paper"] == pytest.approx(expected, abs=0.01)
     for model in ("paper", "spread", "cluster", "scores"):
-        assert rates["outranked"] == pytest.approx(rates[f"outranked_{model}"], abs=0.03), model
-        assert rates["missed"] == pytest.approx(rates[f"missed_{model}"], abs=0.045), model
-    assert 0.05 < rates["missed"] < 0.7
+        assert found["outranked"] == pytest.approx(found[f"outranked_{model}"], abs=0.03), model
+        assert found["missed"] == pytest.approx(found[f"missed_{model}"], abs=0.045), model
+    assert 0.05 < found["missed"] < 0.7
 
 
 def test_each_prediction_holds_where_its_own_assumptions_do() -> None:
     """Four keys for the needle: those that count one key predict far too many misses. Keys of a block that have a part
     in common: only the prediction that knows the spread of scores is right."""
-    several = head_of(GateSize(16, 4), 0.4, cluster=4).rates()
+    size = GateSize(block_size=16, topk=4)
+    several = rates(head_of(size, 0.4, cluster=4), size, WIDTH)
     assert several["missed_paper"] > several["missed"] + 0.3 < several["missed_spread"]
     assert several["missed"] == pytest.approx(several["missed_cluster"], abs=0.03)
-    alike = head_of(GateSize(16, 4), 0.8, common=0.5).rates()
+    alike = rates(head_of(size, 0.8, common=0.5), size, WIDTH)
     assert all(alike["missed"] > alike[f"missed_{model}"] + 0.1 for model in ("paper", "spread", "cluster"))
     assert alike["missed"] == pytest.approx(alike["missed_scores"], abs=0.05)
 
@@ -100,22 +102,21 @@ def test_a_gate_misses_as_often_as_the_binomial_distribution_says() -> None:
 
 def test_equal_scores_count_half_and_the_lower_block_is_selected() -> None:
     """Five blocks, two of which are selected: the needle's is missed where two others come before it."""
-    size = GateSize(4, 3)
+    size = GateSize(block_size=4, topk=3)
     q, k = torch.ones(2, 2, 8, dtype=torch.float64), torch.ones(21, 1, 8, dtype=torch.float64)
     for source, missed in ((5, False), (9, True)):
-        found = needle_signal(q[:1], k, torch.tensor([20]), torch.tensor([source]), size, 8**-0.5)
-        assert found.outranked.tolist() == [0.5, 0.5]
-        assert found.missed.tolist() == [missed, missed]
+        heads = head_means(needle_signal(q[:1], k, torch.tensor([20]), torch.tensor([source]), size, 8**-0.5))
+        assert [(head["outranked"], head["missed"]) for head in heads] == [(0.5, missed)] * 2
 
 
 def test_the_sums_are_those_of_a_plain_computation() -> None:
     """Two query heads on one key head; the third query's needle lies in its own block, the fourth has no choice."""
-    size = GateSize(4, 3)
+    size = GateSize(block_size=4, topk=3)
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(20, heads, 8, dtype=torch.float64, generator=generator) for heads in (2, 1))
     tokens, sources = torch.tensor([18, 15, 13, 6]), torch.tensor([5, 2, 12, 1])
-    found = needle_signal(q[tokens], k, tokens, sources, size, 8**-0.5)
-    assert found.queries.tolist() == [2, 2]
+    found = dict(zip(SUMS, needle_signal(q[tokens], k, tokens, sources, size, 8**-0.5), strict=True))
+    assert found["queries"].tolist() == [2, 2]
     for head in range(2):
         wanted: dict[str, float] = dict.fromkeys(("separation", "score", "outranked", "missed", "mass"), 0.0)
         for token, source in ((18, 5), (15, 2)):
@@ -134,7 +135,7 @@ def test_the_sums_are_those_of_a_plain_computation() -> None:
             wanted["outranked"] += float(higher) / len(others)
             wanted["missed"] += float(higher >= 2)
         for name, value in wanted.items():
-            assert getattr(found, name)[head].item() == pytest.approx(value, abs=1e-12), name
+            assert found[name][head].item() == pytest.approx(value, abs=1e-12), name
 
 
 def test_misses_are_those_of_the_blocks_that_the_layers_select(

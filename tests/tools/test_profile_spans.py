@@ -18,10 +18,10 @@ from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError
 from moba_train.foreign_files import ROOTS
-from moba_train.model.build import build_attention, initialize_weights
+from moba_train.model.build import build_attention, initialize_weights, observed_layers
 from moba_train.model.transformer import Transformer
 from moba_train.tools.cli import app
-from moba_train.tools.profile_spans import _influences
+from moba_train.tools.profile_spans import InfluenceObserver
 from moba_train.train import main
 from tests.commands import run_app
 from tests.resolved import check, stages_of
@@ -52,7 +52,8 @@ def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention
     def loss() -> torch.Tensor:
         return F.cross_entropy(model(tokens, rows, layout), labels)  # in float64, as Transformer.loss is not
 
-    with _influences(model, seen.__setitem__, 1):
+    observers = [InfluenceObserver(partial(seen.__setitem__, layer), 1) for layer in range(model.config.layers)]
+    with observed_layers(model, LOCAL_ENGINE, observers):
         loss().backward()
     assert sorted(seen) == [0, 1]
 

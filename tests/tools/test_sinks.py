@@ -131,7 +131,7 @@ def test_a_clock_set_back_does_not_silence_alerts(tmp_path: Path) -> None:
     assert [history.may_alert("spike", 1e9 + time, 600.0) for time in times] == [True, False, True, True, False]
 
 
-def test_steps_trained_again_are_told_in_the_next_row_of_metrics(tmp_path: Path) -> None:
+def test_steps_trained_again_are_drawn_once(tmp_path: Path) -> None:
     path = tmp_path / "history.json"
 
     def row(record_type: str, step: int) -> dict[str, Any]:
@@ -143,27 +143,7 @@ def test_steps_trained_again_are_told_in_the_next_row_of_metrics(tmp_path: Path)
     history = WandbHistory(path)
     assert not any(row("metrics", step) for step in (2, 3))
     assert row("checkpoint", 3) == {"value": 1.0, "step": 3, "tokens": 30}
-    assert row("metrics", 4) == {"value": 1.0, "step": 4, "tokens": 40, "redone_steps": 2}
-    assert "redone_steps" not in row("metrics", 5)
-    history.save()
-    history = WandbHistory(path)
-    assert "redone_steps" not in row("metrics", 6), "it was told before the restart"
-
-
-def test_steps_trained_again_are_counted_also_where_few_have_a_record(tmp_path: Path) -> None:
-    """The run resumes from step 40 and records each tenth step."""
-    path = tmp_path / "history.json"
-
-    def row(record_type: str, step: int) -> dict[str, Any]:
-        return history.row({"type": record_type, "step": step, "tokens": 10 * step}, {"value": 1.0})
-
-    history = WandbHistory(path)
-    assert all(row("metrics", step) for step in range(10, 101, 10))
-    history.save()
-    history = WandbHistory(path)
-    assert not row("resume", 40)
-    assert not any(row("metrics", step) for step in range(50, 101, 10))
-    assert row("metrics", 110)["redone_steps"] == 60
+    assert row("metrics", 4) == {"value": 1.0, "step": 4, "tokens": 40}
 
 
 def test_a_damaged_history_costs_no_more_than_itself(

@@ -7,7 +7,7 @@ another process. The built-in templates need none of this.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from moba_train.errors import DataError
 from moba_train.tools.chat.template import (
@@ -26,32 +26,26 @@ BATCH_CHARACTERS = 1 << 16
 its speed with the template in this process, and at 0.62 if each conversation is sent by itself."""
 
 
-class Limits(NamedTuple):
-    """Limits on what a template does with one conversation, or several short ones."""
-
-    seconds: int = 30
-    """Processor time for each 100 answers: every answer is rendered with all that is before it."""
-    memory: int = 1 << 30
-    """Bytes, beyond what the child needs without the template. Not enforced by the kernel of macOS."""
-    text: int = 1 << 20
-    """Bytes that the template may write in addition to `growth` times the conversation's, and once more for each
-    answer, which has a sample of its own where the template drops thoughts of earlier turns."""
-    growth: int = 16
-    breaches: int = 5
-    """Conversations that may exceed a limit before the template is given up."""
-
-
-DEFAULT_LIMITS = Limits()
+LIMITS = WorkLimits(seconds=30, memory=1 << 30, reply=1 << 20, growth=16)
+"""For one conversation, or several short ones. There is as much time for each 100 answers, as every answer is rendered
+with all that is before it, and one more `growth` for each answer, which has a sample of its own where the template
+drops thoughts of earlier turns."""
+BREACHES = 5
+"""Conversations that may exceed a limit before a template is given up."""
 
 
 class ConfinedTemplate:
     """A `ChatTemplate` in a process of its own. Arguments, methods and errors are those of `ChatTemplate`.
 
-    A conversation that exceeds one of `limits` raises ValueError; after `limits.breaches` of them, DataError.
+    A conversation that exceeds one of `limits` raises ValueError; after `BREACHES` of them, DataError.
     """
 
     def __init__(
-        self, source: str, end_of_turn: str, variables: dict[str, str] | None = None, limits: Limits = DEFAULT_LIMITS
+        self,
+        source: str,
+        end_of_turn: str,
+        variables: dict[str, str] | None = None,
+        limits: WorkLimits = LIMITS,
     ) -> None:
         self.definition = TemplateDefinition(source, end_of_turn, variables or {})
         self._breaches = 0
@@ -111,7 +105,7 @@ class ConfinedTemplate:
             if len(calls) > 1:
                 return [found for call in calls for found in self._results(self._send([call]))]
             self._breaches += 1
-            if self._breaches >= self._limits.breaches:
+            if self._breaches >= BREACHES:
                 raise DataError(f"{error}, as in {self._breaches - 1} conversations before; give another") from None
             return [error]
 
@@ -124,8 +118,8 @@ class ConfinedTemplate:
         """Limits on these calls together."""
         messages = (message for method, *given in calls if method == "split" for message in given[0].messages)
         answers = sum(message["role"] == "assistant" for message in messages)
-        seconds, memory, text, growth, _ = self._limits
-        return WorkLimits(seconds * (1 + answers // 100), memory, text, growth + answers)
+        of_one = self._limits
+        return of_one._replace(seconds=of_one.seconds * (1 + answers // 100), growth=of_one.growth + answers)
 
 
 def _split(found: list[Any]) -> SplitConversation:

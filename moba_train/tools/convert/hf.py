@@ -46,56 +46,14 @@ from moba_train.tools.convert.hf_export import (
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
 from moba_train.tools.convert.model_card import CARD, model_card
 from moba_train.tools.convert.new_folder import check_new_folder, new_folder
-from moba_train.tools.convert.with_code import DESCRIPTIONS, code_config, code_families, code_problems, write_code
-from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
+from moba_train.tools.convert.with_code import code_config, code_families, code_problems, write_code
+from moba_train.tools.hf.config import CONFIG, read_family, read_model_config
 from moba_train.tools.hf.family import OF_FAMILIES, Family, family_of
 from moba_train.tools.hf.mxfp4 import open_weights
 from moba_train.tools.hf.weights import buffer_shapes, check_hf_weights, fused_tensors, parameter_shapes, places
 from moba_train.tools.inference.corpus_marks import corpus_marks
 from moba_train.tools.saved_recipe import SavedRun
 from moba_train.tools.text_tokenizer import load_text_tokenizer
-
-_WEIGHTS = "*.safetensors"
-_FILES = {
-    "config.json": "architecture, RoPE, longest sequence, ids of special tokens, and each layer's attention (`moba`)",
-    "generation_config.json": "token ids that begin, end and pad a text",
-    "model.safetensors.index.json": "names the file of each tensor",
-    "tokenizer.json": "the tokenizer",
-    "tokenizer.model": "the tokenizer as a sentencepiece model",
-    "sentencepiece.model": "the tokenizer as a sentencepiece model, which transformers does not read",
-    "tokenizer_config.json": "the tokenizer's class, special tokens and options",
-    "special_tokens_map.json": "the tokenizer's special tokens",
-    "added_tokens.json": "tokens added to the vocabulary",
-    "vocab.json": "the tokenizer's vocabulary",
-    "merges.txt": "the tokenizer's merges",
-    "chat_template.jinja": "the chat template",
-    "chat_template.json": "the chat template",
-    **DESCRIPTIONS,
-    "README.md": "model card",
-    "recipe.yaml": "recipe to extend with data and stages of your own",
-}
-
-
-def describe_folder(folder: Path) -> Iterator[str]:
-    """Yield a line for each file that a conversion wrote into `folder`; all files of weights have one line."""
-    lines: list[tuple[str, str]] = []
-    if weights := list(folder.glob(_WEIGHTS)):
-        name = weights[0].name if len(weights) == 1 else f"model-*.safetensors ({len(weights)} files)"
-        lines.append((name, f"weights, {_gigabytes(weights)}"))
-    for checkpoint in folder.glob("checkpoints/step_*"):
-        size = _gigabytes(list(checkpoint.iterdir()))
-        lines.append(
-            (f"{checkpoint.relative_to(folder)}/", f"checkpoint: float32 weights without optimizer state, {size}")
-        )
-    lines += [(name, text) for name, text in _FILES.items() if (folder / name).exists()]
-    width = max((len(name) for name, _ in lines), default=0)
-    yield from (f"  {name:{width}}  {text}" for name, text in lines)
-
-
-def _gigabytes(files: list[Path]) -> str:
-    total = sum(file.stat().st_size for file in files)
-    return f"{total / 1e9:,.1f} GB" if total >= 1e8 else f"{total / 1e6:,.1f} MB"
-
 
 RECIPE = "recipe.yaml"
 LONGEST = 1 << 40
@@ -116,9 +74,7 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     model = read_model_config(folder)
     family, contents = read_family(folder)
     files = open_weights(folder)
-    length = _length(folder)
-    layers = read_layers(folder)
-    run = resolve_unchecked(RunConfig.model_validate(_recipe_values(folder, output, model, layers, length)))
+    run = resolve_unchecked(imported_recipe(folder, output))
     kinds = build_attention(run.stages[0].attention, model.head_width)
     of_kinds = _kind_shapes(run.setup.spec, kinds)
     shapes = parameter_shapes(model) | buffer_shapes(model, family) | of_kinds
@@ -134,7 +90,7 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     def value(name: str) -> Tensor:
         return read(name) if experts is None else upcycled_weight(name, shapes[name], model, read)
 
-    values = _recipe_values(folder, output, model, layers, length)
+    values = _recipe_values(folder, output, model)
     if tokenizer := _tokenizer(folder):
         load_text_tokenizer(folder / tokenizer, folder_roots(folder))
     with new_folder(output):
@@ -165,7 +121,7 @@ def _save_weights(
 
 def _length(folder: Path) -> int:
     """Sequence length of the model in `folder`."""
-    length = read_config(folder)["max_position_embeddings"]
+    length = read_family(folder)[1]["max_position_embeddings"]
     if type(length) is not int or not 1 <= length <= LONGEST:
         raise CheckpointError(
             f"{folder / CONFIG}: max_position_embeddings is {given(length)}; allowed: integer >= 1 and <= {LONGEST}"
@@ -178,15 +134,13 @@ def imported_recipe(folder: Path, output: Path) -> RunConfig:
 
     Raises CheckpointError when our Transformer does not implement the model.
     """
-    values = _recipe_values(folder, output, read_model_config(folder), read_layers(folder), _length(folder))
-    return RunConfig.model_validate(values)
+    return RunConfig.model_validate(_recipe_values(folder, output, read_model_config(folder)))
 
 
-def _recipe_values(
-    folder: Path, output: Path, model: ModelConfig, layers: dict[str, Any], length: int
-) -> dict[str, Any]:
-    """Contents of a recipe for the model of `folder` in `output`, with its tokenizer there, and placeholders for its
-    corpora."""
+def _recipe_values(folder: Path, output: Path, model: ModelConfig) -> dict[str, Any]:
+    """Contents of a recipe for `model`, that of `folder`, in `output`, with its tokenizer there, and placeholders for
+    its corpora."""
+    length = _length(folder)
     # Also for ".", and with hyphens for characters that the name of a run may not have.
     name = re.sub(r"[^A-Za-z0-9._-]", "-", os.path.basename(os.path.abspath(output))) or "imported"
     recipe: dict[str, Any] = {
@@ -194,7 +148,7 @@ def _recipe_values(
         "run_dir": f"runs/{name}",
         "init_from": str(output),
         "model": model.model_dump(exclude_defaults=True),
-        "attention": layers,
+        "attention": read_layers(folder),
         "data": {"train": [{"path": str(output / "corpus")}]},
         "batch_tokens": length,
         "stages": [{"name": "imported", "seq_len": length, "tokens": length}],

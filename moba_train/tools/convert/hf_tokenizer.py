@@ -14,13 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moba_train.data.tokenizer import (
-    CHAT_TEMPLATES,
-    TIKTOKEN,
-    TOKENIZER_CONFIG,
-    TOKENIZERS,
-    tokenizer_file,
-)
+from moba_train.data.tokenizer import CHAT_TEMPLATES, TIKTOKEN, TOKENIZER_CONFIG, tokenizer_file
 from moba_train.errors import DataError
 from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, parse_json, read_foreign
 from moba_train.output_files import new_file
@@ -34,31 +28,17 @@ TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 UNCONVERTED = "sentencepiece.model"
 """Name of a sentencepiece model without a tokenizer.json; a `SENTENCEPIECE` would be read, with other ids."""
-_COMPANIONS = (
-    *TOKENIZERS,
-    TOKENIZER_CONFIG,
-    SPECIAL_TOKENS_MAP,
-    "added_tokens.json",
-    *CHAT_TEMPLATES,
-    GENERATION_CONFIG,
-    "vocab.json",
-    "merges.txt",
-)
-"""Files of a Hugging Face folder that belong to the tokenizer, not to the model."""
 _GENERIC_CLASS = "PreTrainedTokenizerFast"
 """Class of transformers that takes tokenizer.json as it is. Those of Llama and Qwen build parts of it again."""
 _MARKS = ("bos_token", "eos_token", "pad_token")
 """Special tokens whose ids config.json gives."""
 _QWEN2_CLASS = "Qwen2Tokenizer"
-_BESIDE_ANY = (
-    TOKENIZER_CONFIG,
-    SPECIAL_TOKENS_MAP,
-    *CHAT_TEMPLATES,
-    GENERATION_CONFIG,
-)
+_BESIDE_ANY = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, *CHAT_TEMPLATES, GENERATION_CONFIG)
 """Files that belong to the tokenizer in the same folder, for any name of it."""
 _BESIDE_JSON = (SENTENCEPIECE, "added_tokens.json", "vocab.json", "merges.txt")
 """Other forms of the vocabulary in a tokenizer.json."""
+_COMPANIONS = (TOKENIZER_JSON, *_BESIDE_JSON, *_BESIDE_ANY)
+"""Files of a Hugging Face folder that belong to the tokenizer, not to the model."""
 _KEYS_OF_OTHER_CLASSES = ("legacy", "sp_model_kwargs", "add_prefix_space", "use_default_system_prompt", "auto_map")
 """Keys of tokenizer_config.json that say how another class reads a sentencepiece model."""
 
@@ -107,11 +87,13 @@ def export_tokenizer(
             )
     except (OSError, ValueError) as error:
         raise DataError(f"the tokenizer {tokenizer} cannot be exported: {error}") from error
-    if model_type == "qwen2" and not export.warnings and _class_of(export).removesuffix("Fast") != _QWEN2_CLASS:
-        export.warnings.append(
-            f"AutoTokenizer of transformers 5 takes {_QWEN2_CLASS} for every Qwen2 model (model.qkv_bias), which "
-            f"splits text in its own way; load this tokenizer with {_GENERIC_CLASS}.from_pretrained"
-        )
+    if model_type == "qwen2" and not export.warnings:
+        own_class = str(_parse(export.files, TOKENIZER_CONFIG).get("tokenizer_class"))
+        if own_class.removesuffix("Fast") != _QWEN2_CLASS:
+            export.warnings.append(
+                f"AutoTokenizer of transformers 5 takes {_QWEN2_CLASS} for every Qwen2 model (model.qkv_bias), which "
+                f"splits text in its own way; load this tokenizer with {_GENERIC_CLASS}.from_pretrained"
+            )
     if marks.other_templates:
         export.warnings.append(
             f"chat_template.jinja is not the template of {', '.join(marks.other_templates)}, which the model was "
@@ -296,10 +278,6 @@ def _additions(post_processor: dict[str, Any] | None) -> list[Any]:
         return [step for step in added if step != [_TEXT]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the post_processor of {TOKENIZER_JSON} cannot be read ({error!r})") from error
-
-
-def _class_of(export: TokenizerExport) -> str:
-    return str(_parse(export.files, TOKENIZER_CONFIG).get("tokenizer_class"))
 
 
 class _Vocabulary:

@@ -1,8 +1,7 @@
 """Exports that run without this package: the modelling code that travels with the weights, and what it can run.
 
-The code is remote_code/, for transformers with `trust_remote_code`; an export has its files as sections of one. The
-kinds and options that it can run are listed here, so that a kind with anything new is refused until the code has learnt
-it; `tools/hf/own.py` (`SHAPE`) lists the rest of a model.
+The code is remote_code/, for transformers with `trust_remote_code`; an export has its files as sections of one. What it
+can run is listed in its file options.py.
 """
 
 import ast
@@ -15,44 +14,17 @@ from moba_train.config.model import LayerRope
 from moba_train.output_files import write_new
 from moba_train.tools.convert.hf_export import full_entry
 from moba_train.tools.convert.kernel_folder import write_kernels
+from moba_train.tools.convert.remote_code.options import LAYERS, ROPES
 from moba_train.tools.hf.family import Family
 
 _CODE = Path(__file__).parent / "remote_code"
-_SECTIONS = ("cache", "attention", "selectors", "nsa", "linear", "groups", "experts", "modeling")
+_SECTIONS = ("options", "cache", "attention", "selectors", "nsa", "linear", "groups", "experts", "modeling")
 """Files of the code, each behind those that it imports."""
-DESCRIPTIONS = {
-    "modeling_moba_train.py": "the model's code, for transformers without moba_train",
-    "kernels": "its kernels for NVIDIA GPUs, which may be left out",
-}
-"""The code, and the folder of kernels."""
 _MODULE = "modeling_moba_train"
 _OWN = "moba_train"
 """model_type of models that only the code can run."""
 _PLAIN = ("llama", "qwen2", "qwen3")
 """Ordinary models that the code can run."""
-
-_GATE = {"mode", "block_size", "topk", "train_gate", "kl_weight", "kl_every"}
-LAYERS: dict[str, frozenset[str]] = {
-    "full": frozenset(),
-    "window": frozenset({"window", "sinks"}),
-    "moba": frozenset({"block_size", "topk", "select", "always", "key_conv"}),
-    "moba_window": frozenset({"block_size", "topk", "select", "always", "key_conv", "window"}),
-    "msa": frozenset(_GATE | {"index_dim", "index_keys"}),
-    "qsa": frozenset(_GATE | {"index_dim"}),
-    "indexer": frozenset(_GATE | {"index_dim", "index_heads", "first_blocks", "local_blocks", "top_p", "coarse"}),
-    "seer": frozenset(_GATE | {"threshold", "gate_dim"}),
-    "infllm_v2": frozenset({"block_size", "topk", "first_blocks", "local_blocks", "window", "stride", "dense_len"}),
-    "nsa": frozenset(
-        {"compressed_block", "stride", "hidden", "block_size", "topk", "first", "local", "window", "separate_kv"}
-    ),
-    "by_group": frozenset({"parts", "mode"}),
-    "lightning": frozenset({"decay"}),
-    "gdn": frozenset(),
-    "kda": frozenset(),
-}
-"""Attention kinds of the code, and their options there (`Kind.OPTIONS`)."""
-ROPES = ("none", "abf", "pi", "yarn", "llama3", "nope")
-"""Kinds of rotary embedding of the code."""
 
 
 def code_families(needed: bool) -> tuple[str, ...]:

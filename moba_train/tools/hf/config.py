@@ -22,10 +22,10 @@ def is_hf_folder(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Contents of config.json in `folder`, `Family.completed`.
+def read_family(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family of the model in `folder`, and the contents of its config.json, `Family.completed`.
 
-    Raises CheckpointError unless it is that of a Hugging Face model of a type that our Transformer implements.
+    Raises CheckpointError unless it is a Hugging Face model of a type that our Transformer implements.
     """
     path = folder / CONFIG
     if not path.exists():
@@ -37,15 +37,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: is not a Hugging Face model's config ({error})") from error
     try:
-        return family_of(config["model_type"]).completed(config)
+        family = family_of(config["model_type"])
+        return family, family.completed(config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-
-
-def read_family(folder: Path) -> tuple[Family, dict[str, Any]]:
-    """The family of the model in `folder`, and its config. Raises CheckpointError as `read_config`."""
-    config = read_config(folder)
-    return family_of(config["model_type"]), config
 
 
 def read_model_config(folder: Path) -> ModelConfig:

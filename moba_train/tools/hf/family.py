@@ -93,18 +93,14 @@ class Family:
     }
     """Our keys, and those of config.json with equal values."""
     defaults: ClassVar[dict[str, Any]] = {
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
+        "num_key_value_heads": None,
         "rms_norm_eps": 1e-6,
         "initializer_range": 0.02,
         "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
     }
-    """Values that transformers gives to keys which a config.json leaves out; None: no value."""
+    """Values that transformers gives to keys which a config.json leaves out; None: no value. Sizes have
+    none, as transformers writes them all."""
     model: ClassVar[dict[str, Any]] = {}
     """Values of our `model` that all of the family have."""
     fixed: ClassVar[dict[str, Any]] = OF_ALL | {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
@@ -147,17 +143,24 @@ class Family:
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config with the family's defaults for keys that it leaves out. Null counts as left out, except for
         numbers, where it is no value, or one that transformers refuses as well, and `is_causal`, where it takes it for
-        false."""
+        false. Raises CheckpointError, naming the key, where one without a default is left out."""
         kept = {key for key, value in self.defaults.items() if type(value) in (int, float)} | {"is_causal"}
         found = self.defaults | {key: value for key, value in config.items() if value is not None or key in kept}
         if found.get("num_key_value_heads") is None:
-            found["num_key_value_heads"] = found["num_attention_heads"]
+            found["num_key_value_heads"] = found.get("num_attention_heads")
+        for key in self.sizes():
+            if found.get(key) is None:
+                raise CheckpointError(f"{key} is missing, allowed: the value that this model has")
         return found
+
+    def sizes(self) -> list[str]:
+        """Keys that a config.json may not leave out."""
+        return [key for key in (*self.same.values(), "max_position_embeddings") if key not in self.defaults]
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Values of our `model` section. Raises CheckpointError, naming the key, for one that it cannot say.
 
-        config: with the values that it leaves out, as `read_config` returns it
+        config: with the values that it leaves out, as `read_family` returns it
         """
         for key, value in self.fixed.items():
             if config.get(key, value) != value:
@@ -198,7 +201,7 @@ class Family:
         """Keys of a config.json that can be read which no one has read, sorted: also those of its rotary embedding, as
         `section.key`, its `layer_types` where the family goes by other keys, and a class that is not the family's."""
         read = {*self.defaults, *self.same.values(), *self.fixed, *self.others, *NO_FUNCTION}
-        read |= {*ROPE_SECTIONS, TRAINED, "head_dim"}
+        read |= {*ROPE_SECTIONS, TRAINED, "head_dim", "max_position_embeddings"}
         read |= {"sliding_window"} if self.windows else set()
         read |= {*CODE} if config.get("architectures") in (None, [self.architecture]) else set()
         read |= {"layer_types"} if config.get("layer_types") in (None, self.layer_types(config)) else set()
@@ -244,10 +247,7 @@ class Qwen2(Family):
 
     architecture = "Qwen2ForCausalLM"
     defaults = Family.defaults | {
-        "vocab_size": 151_936,
-        "intermediate_size": 22_016,
         "num_key_value_heads": 32,
-        "max_position_embeddings": 32_768,
     }
     model = {"qkv_bias": True}
     heads_divide_width = False

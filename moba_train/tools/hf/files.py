@@ -1,7 +1,8 @@
 """Files of a Hugging Face model's weights: `model.safetensors`, or several files and `model.safetensors.index.json`,
 which names the file of each tensor. A reader opens one file at a time and reads the bytes asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,41 +54,28 @@ class SafetensorsFolder:
 
     def read(self, name: str, part: Sequence[slice] = ()) -> Tensor:
         """The tensor on the CPU in the file's dtype, or the `part` of it: a slice for each leading dimension."""
-        try:
+        with self._readable(self._file_of[name]):
             return self._slice(name)[tuple(part) or ...]
-        except (SafetensorError, OSError) as error:
-            raise self._unreadable(self._file_of[name], error) from error
 
     def _slice(self, name: str) -> Any:
         file = self._file_of[name]
-        if self._open is None or self._open[0] != file:
-            try:
+        with self._readable(file):
+            if self._open is None or self._open[0] != file:
                 self._open = file, self._open_file(file)
-            except (SafetensorError, OSError) as error:
-                raise self._unreadable(file, error) from error
-        try:
             return self._open[1].get_slice(name)
-        except SafetensorError as error:
-            raise self._unreadable(file, error) from error
 
     def _open_file(self, file: str) -> Any:
-        """The library's reader of `file`. Raises CheckpointError when it must not be read, OSError, SafetensorError."""
-        try:
-            with open_foreign(self.folder / file, None, self._roots) as stream:
-                # The library takes a path and maps the file at once. This path is the open file, even if its name now
-                # leads to another one.
-                return safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
-        except ForeignFileError as error:
-            raise CheckpointError(str(error)) from None
+        """The library's reader of `file`."""
+        with open_foreign(self.folder / file, None, self._roots) as stream:
+            # The library takes a path and maps the file at once. This path is the open file, even if its name now
+            # leads to another one.
+            return safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
 
     def _single(self) -> dict[str, str]:
         if not (self.folder / SINGLE).exists():
             raise CheckpointError(f"{self.folder}: has neither {SINGLE} nor {INDEX}")
-        try:
-            with self._open_file(SINGLE) as tensors:
-                return dict.fromkeys(tensors.keys(), SINGLE)
-        except (SafetensorError, OSError) as error:
-            raise self._unreadable(SINGLE, error) from error
+        with self._readable(SINGLE), self._open_file(SINGLE) as tensors:
+            return dict.fromkeys(tensors.keys(), SINGLE)
 
     def _index(self) -> dict[str, str]:
         path = self.folder / INDEX
@@ -106,5 +94,12 @@ class SafetensorsFolder:
             raise CheckpointError(f"{path}: names {', '.join(missing[:20])}, not found in the folder")
         return dict(files)
 
-    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self.folder / file}: cannot be read ({error}); get the file again")
+    @contextmanager
+    def _readable(self, file: str) -> Iterator[None]:
+        """Inside, errors of the library, and of a file that must not be read, become CheckpointErrors."""
+        try:
+            yield
+        except ForeignFileError as error:
+            raise CheckpointError(str(error)) from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.folder / file}: cannot be read ({error}); get the file again") from error

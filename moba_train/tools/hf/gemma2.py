@@ -18,14 +18,8 @@ class Gemma2(Family):
     architecture = "Gemma2ForCausalLM"
     same = Family.same | {"logits_cap": "final_logit_softcapping"}
     defaults = Family.defaults | {
-        "vocab_size": 256_000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
-        "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,

@@ -29,14 +29,8 @@ class Gemma3(Windowed):
 
     architecture = "Gemma3ForCausalLM"
     defaults = Family.defaults | {
-        "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
-        "max_position_embeddings": 131_072,
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,

@@ -26,14 +26,8 @@ class GptOss(Family):
 
     architecture = "GptOssForCausalLM"
     defaults = Family.defaults | {
-        "vocab_size": 201_088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "head_dim": 64,
-        "max_position_embeddings": 131_072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150_000.0,
         "sliding_window": 128,

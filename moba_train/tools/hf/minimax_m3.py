@@ -24,14 +24,8 @@ class MiniMaxM3(Family):
     asked_for = True
     same = Family.same | {"intermediate_size": "dense_intermediate_size"}
     defaults = Family.defaults | {
-        "vocab_size": 200_064,
-        "hidden_size": 6144,
-        "dense_intermediate_size": 12_288,
-        "num_hidden_layers": 60,
-        "num_attention_heads": 64,
         "num_key_value_heads": 4,
         "head_dim": 128,
-        "max_position_embeddings": 524_288,
         "rope_theta": 5_000_000.0,
         "index_n_heads": 4,
         "index_head_dim": 128,

@@ -12,9 +12,7 @@ class Ministral(Family):
 
     architecture = "MinistralForCausalLM"
     defaults = Family.defaults | {
-        "intermediate_size": 14_336,
         "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
         "sliding_window": 4096,
     }
     windows = True

@@ -3,7 +3,7 @@
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.windowed import Windowed
 
-_DEFAULTS = Family.defaults | {"vocab_size": 50_304, "rms_norm_eps": 1e-5}
+_DEFAULTS = Family.defaults | {"rms_norm_eps": 1e-5}
 _NAMES = {key: value for key, value in Family.names.items() if not key.endswith("_norm")} | {
     "attention_post_norm": "post_attention_layernorm",
     "feed_forward_post_norm": "post_feedforward_layernorm",

@@ -7,18 +7,8 @@ from moba_train.config.explain import given
 from moba_train.config.layers import layer_ids
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
+from moba_train.tools.convert.remote_code.options import ROPE, SHAPE
 from moba_train.tools.hf.family import Family
-
-SHAPE = frozenset(
-    {
-        *("qkv_bias", "qk_norm", "norms", "centered_norms", "activation", "embedding_scale", "attention_scale"),
-        *("residual_scale", "logits_divisor", "logits_cap", "sink_layers", "gate_layers", "output_gate"),
-        *("o_bias", "moe"),
-    }
-)
-"""Keys of our `model` that `moba.model` of config.json may have."""
-ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "fraction"})
-"""Keys of our `model.rope` that an entry of `moba.ropes` may have; the code knows no others."""
 
 
 class MobaTrain(Family):
@@ -30,26 +20,19 @@ class MobaTrain(Family):
     own_ropes = True
     heads_divide_width = False
     is_ours = True
-    defaults = {key: Family.defaults[key] for key in ("max_position_embeddings",)}
+    defaults = {}
     fixed = {"quantization_config": None}
     names = Family.names | {
         "attention_post_norm": "attention_post_norm",
         "feed_forward_post_norm": "feed_forward_post_norm",
     }
 
-    def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises CheckpointError for a missing size, which our export writes."""
-        found = self.defaults | dict(config)
-        for key in (*self.same.values(), "moba"):
-            if found.get(key) is None:
-                raise CheckpointError(f"{key} is missing; allowed: what `convert moba-to-hf --with-code` writes")
-        return found
-
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """With the contents of `moba.model` and `moba.ropes`."""
-        moba = config["moba"] if isinstance(config["moba"], dict) else {}
+        given_moba = config.get("moba")
+        moba = given_moba if isinstance(given_moba, dict) else {}
         shape = moba.get("model")
-        if not isinstance(shape, dict) or shape.keys() - SHAPE:
+        if not isinstance(shape, dict) or shape.keys() - SHAPE.keys():
             raise CheckpointError(f"moba.model is {given(shape)}, allowed: an object of {', '.join(sorted(SHAPE))}")
         layers = config["num_hidden_layers"]
         ropes = moba.get("ropes")

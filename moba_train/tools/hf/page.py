@@ -53,7 +53,8 @@ def _rows() -> Iterator[str]:
     usual = ModelConfig(vocab_size=2, hidden_size=2, intermediate_size=1, layers=1, heads=1, kv_heads=1).model_dump()
     for name, made in _PUBLISHED.items():
         family: Family = made()
-        config = family.completed({"model_type": name})
+        sizes = dict.fromkeys(family.sizes(), 8192) | {"num_hidden_layers": 64, "num_attention_heads": 64}
+        config = family.completed({"model_type": name, **sizes})
         values = ModelConfig.model_validate(family.values(config)).model_dump()
         others = [f"`{key}`" for key, value in values.items() if key not in _SIZES and usual.get(key) != value]
         kinds = dict.fromkeys(layer.get("kind", "full") for layer in family.attention(config))

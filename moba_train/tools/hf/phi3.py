@@ -15,10 +15,6 @@ class Phi3(OneWindow):
 
     architecture = "Phi3ForCausalLM"
     defaults = Family.defaults | {
-        "vocab_size": 32_064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     }

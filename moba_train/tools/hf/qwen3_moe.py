@@ -16,9 +16,6 @@ class Qwen3Moe(Qwen3):
 
     architecture = "Qwen3MoeForCausalLM"
     defaults = Qwen2.defaults | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
         "num_key_value_heads": 4,
         "moe_intermediate_size": 768,
         "num_experts": 128,

@@ -26,9 +26,6 @@ class Qwen3Next(Qwen3Moe):
 
     architecture = "Qwen3NextForCausalLM"
     defaults = Qwen3Moe.defaults | {
-        "intermediate_size": 5632,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
         "num_key_value_heads": 2,
         "head_dim": 256,
         "moe_intermediate_size": 512,

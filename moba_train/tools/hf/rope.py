@@ -37,7 +37,7 @@ _NOT_HERE = {
 def read_rope(config: Mapping[str, Any], fraction: float = 1.0) -> RopeConfig:
     """Rotary embedding of a `config.json`: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling`.
 
-    config: with the values that it leaves out, as `hf.config.read_config` returns it
+    config: with the values that it leaves out, as `hf.config.read_family` returns it
     fraction: of each head that turns, which the family has read
 
     Raises CheckpointError, naming the key, for an embedding that we do not have and for unusable values.

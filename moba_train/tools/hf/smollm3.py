@@ -15,12 +15,7 @@ class SmolLM3(Family):
 
     architecture = "SmolLM3ForCausalLM"
     defaults = Family.defaults | {
-        "vocab_size": 128_256,
-        "hidden_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
         "num_key_value_heads": 4,
-        "max_position_embeddings": 32_768,
         "rope_theta": 2_000_000.0,
         "tie_word_embeddings": True,
         "no_rope_layer_interval": 4,

@@ -29,7 +29,14 @@ from moba_train.model.build import build_attention
 from moba_train.output_files import write_atomically
 from moba_train.tools.chat.load import Template, load_chat_template
 from moba_train.tools.convert.hf_tokenizer import TOKENIZER_JSON, export_tokenizer
-from moba_train.tools.evaluate import load_on_this_machine, measured_json, recipe_layers, training_of, write_results
+from moba_train.tools.evaluate import (
+    load_on_this_machine,
+    measured_json,
+    recipe_layers,
+    training_of,
+    warn_of_length,
+    write_results,
+)
 from moba_train.tools.inference.corpus_marks import CorpusMarks, corpus_marks, ends_of_text
 from moba_train.tools.lm_eval.language_model import NativeLM
 from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
@@ -99,13 +106,7 @@ def evaluate_with_lm_eval(
     stage = saved.stage
     attentions = variants(stage.attention, recipe_layers(saved), options.attention)
     lengths = _sample_lengths(options, stage.seq_len)
-    if stage.seq_len > training.seq_len:
-        logger.warning(
-            "The model reads up to %d tokens, but was trained with %d: positions beyond are extrapolated by the "
-            "stage's RoPE",
-            stage.seq_len,
-            training.seq_len,
-        )
+    warn_of_length(stage.seq_len, training)
     with tempfile.TemporaryDirectory() as folder:
         marks = corpus_marks(saved, roots)
         tokenizer = open_hf_tokenizer(saved.config.data.tokenizer, marks, stage.seq_len, Path(folder), roots)

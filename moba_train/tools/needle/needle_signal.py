@@ -8,18 +8,16 @@ the variance 2 / (d B), and the other block is scored higher with probability
 
     Phi(-separation * sqrt(d / (2 B)))         d head width, B block size, Phi the normal distribution function.
 
-`HeadSignal.rates` compares this with the rate that is observed, and drops the model's assumptions one after the other
+`rates` compares this with the rate that is observed, and drops the model's assumptions one after the other
 (`MODELS`), which shows the one that fails. A gate misses the needle when as many other blocks as it has slots are
 scored higher; `miss_rate` derives that rate from the same model.
 
 Shape suffixes: n queries, S keys of the whole sequence, s keys of the history, H query heads, K key/value heads, D head
-width, N history blocks, Z points of an integral.
+width, N history blocks, Z points of an integral; Y layers, G gates, F sums (`SUMS`).
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import product
 from typing import Any
 
 import torch
@@ -49,13 +47,27 @@ MODELS = {
 """The predictions, each with one assumption less than the one before."""
 
 
-@dataclass(frozen=True)
-class GateSize:
-    """Sizes of a gate to measure."""
+SUMS = (
+    "queries",
+    "separation",  # product with the needle's key, less the mean of all keys of other history blocks
+    "key_variance",  # variance, over the keys of other blocks, of one query's products
+    "score",  # score of the needle's block less the mean score of other blocks
+    "score_squares",
+    "score_variance",  # variance, over other blocks, of one query's scores
+    "other_blocks",  # number of other history blocks
+    "outranked",  # share of the other blocks that are scored higher; equal scores count half
+    "missed",  # 1 if the needle's block is not selected
+    "mass",  # full attention's probability of the needle's key
+)
+"""Sums over queries, float64 [F, H]. Products are those of queries of length 1 with keys whose root mean square length
+is 1."""
 
-    block_size: int
-    topk: int
-    """Blocks that a query attends to, the diagonal one included."""
+
+class GateSize(Section):
+    """A gate whose selection is measured, independent of the layers' attention."""
+
+    block_size: Length = Field(512, description="tokens of a block")
+    topk: int = Field(3, ge=2, description="blocks that a query attends to, the diagonal one included")
 
     @property
     def slots(self) -> int:
@@ -63,108 +75,46 @@ class GateSize:
         return self.topk - 1
 
 
-@dataclass
-class NeedleSignal:
-    """Sums over queries for each query head of a layer, float64 [H].
-
-    Products are those of queries of length 1 with keys whose root mean square length is 1.
-    """
-
-    queries: Tensor
-    separation: Tensor
-    """Product with the needle's key, less the mean of all keys of other history blocks."""
-    key_variance: Tensor
-    """Variance, over the keys of other blocks, of one query's products."""
-    score: Tensor
-    """Score of the needle's block less the mean score of other blocks."""
-    score_squares: Tensor
-    score_variance: Tensor
-    """Variance, over other blocks, of one query's scores."""
-    other_blocks: Tensor
-    """Number of other history blocks."""
-    outranked: Tensor
-    """Share of the other blocks that are scored higher; equal scores count half."""
-    missed: Tensor
-    """1 if the needle's block is not selected."""
-    mass: Tensor
-    """Full attention's probability of the needle's key."""
-
-    @classmethod
-    def zeros(cls, heads: int) -> "NeedleSignal":
-        """Sums of no query: zeros for this number of heads."""
-        return cls(*(torch.zeros(heads, dtype=torch.float64) for _ in fields(cls)))
-
-    @classmethod
-    def from_vector(cls, values: list[float]) -> "NeedleSignal":
-        """Inverse of `vector`."""
-        names = fields(cls)
-        return cls(*torch.tensor(values, dtype=torch.float64).view(len(names), -1))
-
-    def vector(self) -> list[float]:
-        """All sums in a fixed order, for an all-reduce."""
-        return [value for one in fields(self) for value in getattr(self, one.name).tolist()]
-
-    def __add__(self, other: "NeedleSignal") -> "NeedleSignal":
-        return NeedleSignal(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
-
-    def heads(self, size: GateSize, head_dim: int) -> list["HeadSignal"]:
-        """Means of each head; empty if no query had a choice."""
-        if not self.queries.any():
-            return []
-        means = {one.name: (getattr(self, one.name) / self.queries).tolist() for one in fields(self)}
-        return [
-            HeadSignal(size, head_dim, **{name: values[head] for name, values in means.items() if name != "queries"})
-            for head in range(len(self.queries))
-        ]
+def head_means(sums_FH: Tensor) -> list[dict[str, float]]:
+    """Means over queries of each head; empty if no query had a choice."""
+    queries_H = sums_FH[SUMS.index("queries")]
+    if not queries_H.any():
+        return []
+    return [dict(zip(SUMS, values, strict=True)) for values in (sums_FH / queries_H).T.tolist()]
 
 
-@dataclass(frozen=True)
-class HeadSignal:
-    """One head's means over queries (`NeedleSignal`)."""
+def rates(head: Mapping[str, float], size: GateSize, width: int) -> dict[str, float]:
+    """`outranked` and `missed` of a head (`head_means`) as observed, and as each of the models predicts them:
+    `outranked_paper`, ... width: of the head"""
+    found = {"outranked": head["outranked"], "missed": head["missed"]}
+    others = round(head["other_blocks"])
+    for model in MODELS:
+        distance, spread = _distance(model, head, size.block_size, width)
+        found[f"outranked_{model}"] = outranked_rate(distance, spread)
+        found[f"missed_{model}"] = miss_rate(distance, spread, others, size.slots)
+    return found
 
-    size: GateSize
-    head_dim: int
-    separation: float
-    key_variance: float
-    score: float
-    score_squares: float
-    score_variance: float
-    other_blocks: float
-    outranked: float
-    missed: float
-    mass: float
 
-    def rates(self) -> dict[str, float]:
-        """`outranked` and `missed` as observed, and as each of the models predicts them: `outranked_paper`, ..."""
-        found = {"outranked": self.outranked, "missed": self.missed}
-        others = round(self.other_blocks)
-        for model in MODELS:
-            distance, spread = self._distance(model)
-            found[f"outranked_{model}"] = outranked_rate(distance, spread)
-            found[f"missed_{model}"] = miss_rate(distance, spread, others, self.size.slots)
-        return found
-
-    def _distance(self, model: str) -> tuple[float, float]:
-        """Mean score of the needle's block above other blocks', and its standard deviation, both in units of the
-        standard deviation of other blocks' scores."""
-        size, width = self.size.block_size, self.head_dim
-        tiny = 1e-30  # keys or scores that are all equal
-        # The paper takes 1 / d for the variance of the other products (arXiv:2511.11571).
-        if model == "paper":
-            return self.separation * math.sqrt(width / size), 1.0
-        if model == "spread":
-            return self.separation / math.sqrt(max(self.key_variance, tiny) * size), 1.0
-        if model == "cluster":
-            return self.score * math.sqrt(size / max(self.key_variance, tiny)), 1.0
-        deviation = math.sqrt(max(self.score_variance, tiny))
-        own = math.sqrt(max(self.score_squares - self.score**2, 0.0))
-        return self.score / deviation, own / deviation
+def _distance(model: str, head: Mapping[str, float], size: int, width: int) -> tuple[float, float]:
+    """Mean score of the needle's block above other blocks', and its standard deviation, both in units of the standard
+    deviation of other blocks' scores."""
+    tiny = 1e-30  # keys or scores that are all equal
+    # The paper takes 1 / d for the variance of the other products (arXiv:2511.11571).
+    if model == "paper":
+        return head["separation"] * math.sqrt(width / size), 1.0
+    if model == "spread":
+        return head["separation"] / math.sqrt(max(head["key_variance"], tiny) * size), 1.0
+    if model == "cluster":
+        return head["score"] * math.sqrt(size / max(head["key_variance"], tiny)), 1.0
+    deviation = math.sqrt(max(head["score_variance"], tiny))
+    own = math.sqrt(max(head["score_squares"] - head["score"] ** 2, 0.0))
+    return head["score"] / deviation, own / deviation
 
 
 def needle_signal(
     q_nHD: Tensor, k_SKD: Tensor, tokens_n: Tensor, sources_n: Tensor, size: GateSize, scale: float
-) -> NeedleSignal:
-    """Sums over these queries of a sequence that begins with one document.
+) -> Tensor:
+    """Sums [F, H], on the CPU, over these queries of a sequence that begins with one document.
 
     q_nHD      queries, after the rotary embedding
     k_SKD      keys of the whole sequence, after it
@@ -175,18 +125,16 @@ def needle_signal(
     Blocks are those that MoBA's gate would choose from: complete ones before the query's own. A query counts if there
     are more of them than slots, and the source lies in one.
     """
-    found = []
+    found = [torch.zeros(len(SUMS), q_nHD.shape[1], dtype=torch.float64, device=q_nHD.device)]
     for q_HD, token, source in zip(q_nHD, tokens_n.tolist(), sources_n.tolist(), strict=True):
         blocks = token // size.block_size
         if blocks > size.slots and source < blocks * size.block_size:
-            signal = _query_signal(q_HD, k_SKD[: token + 1], source, blocks, size, scale)
-            found.append(torch.stack([getattr(signal, one.name) for one in fields(signal)]))
-    # One copy from the device for all queries.
-    return NeedleSignal(*torch.stack(found).sum(0).cpu()) if found else NeedleSignal.zeros(q_nHD.shape[1])
+            found.append(_query_signal(q_HD, k_SKD[: token + 1], source, blocks, size, scale))
+    return torch.stack(found).sum(0).cpu()
 
 
-def _query_signal(q_HD: Tensor, k_sKD: Tensor, source: int, blocks: int, size: GateSize, scale: float) -> NeedleSignal:
-    """Signal of one query, which sees `k_sKD`: `blocks` complete blocks of history, and the keys after them."""
+def _query_signal(q_HD: Tensor, k_sKD: Tensor, source: int, blocks: int, size: GateSize, scale: float) -> Tensor:
+    """Sums of one query, which sees `k_sKD`: `blocks` complete blocks of history, and the keys after them."""
     dtype = accumulation_dtype(q_HD.dtype)
     q_KGD = q_HD.to(dtype).unflatten(0, (k_sKD.shape[1], -1))
     products_Hs = (q_KGD @ k_sKD.to(dtype).permute(1, 2, 0)).flatten(0, 1).double()
@@ -203,19 +151,20 @@ def _query_signal(q_HD: Tensor, k_sKD: Tensor, source: int, blocks: int, size: G
     # Of equal gates the lower block id wins.
     wins_HN = (above_HN > 0) | ((above_HN == 0) & (torch.arange(blocks - 1, device=q_HD.device) < at))
     score_H = scores_HN[:, at] - mean_H
-    return NeedleSignal(
-        queries=torch.ones_like(mean_H),
-        separation=products_HNB[:, at, inside] - mean_H,
-        key_variance=products_HNB[:, others].flatten(1).var(-1),
-        score=score_H,
-        score_squares=score_H.square(),
+    values = {
+        "queries": torch.ones_like(mean_H),
+        "separation": products_HNB[:, at, inside] - mean_H,
+        "key_variance": products_HNB[:, others].flatten(1).var(-1),
+        "score": score_H,
+        "score_squares": score_H.square(),
         # The variance of one value is NaN.
-        score_variance=scores_HN[:, others].var(-1) if blocks > 2 else torch.zeros_like(mean_H),
-        other_blocks=torch.full_like(mean_H, blocks - 1),
-        outranked=((above_HN > 0).double() + 0.5 * (above_HN == 0)).mean(-1),
-        missed=(wins_HN.sum(-1) >= size.slots).double(),
-        mass=mass_H,
-    )
+        "score_variance": scores_HN[:, others].var(-1) if blocks > 2 else torch.zeros_like(mean_H),
+        "other_blocks": torch.full_like(mean_H, blocks - 1),
+        "outranked": ((above_HN > 0).double() + 0.5 * (above_HN == 0)).mean(-1),
+        "missed": (wins_HN.sum(-1) >= size.slots).double(),
+        "mass": mass_H,
+    }
+    return torch.stack([values[name] for name in SUMS])
 
 
 def outranked_rate(distance: float, spread: float = 1.0) -> float:
@@ -244,24 +193,13 @@ def miss_rate(distance: float, spread: float, others: int, slots: int) -> float:
     return float(((1 - fewer_Z).clamp(min=0) * weight_Z).sum() / weight_Z.sum())
 
 
-Signals = dict[tuple[int, GateSize], NeedleSignal]
-"""Signals by layer and gate."""
-
-
-class GateSizeConfig(Section):
-    """A gate whose selection is measured, independent of the layers' attention."""
-
-    block_size: Length = Field(512, description="tokens of a block")
-    topk: int = Field(3, ge=2, description="blocks that a query attends to, the diagonal one included")
-
-
 class NeedleSignalConfig(HiddenNeedles):
     """Score of the needle's block above those of other blocks, and the rate at which a gate of mean keys misses it, for
     each head, compared with FlashMoBA's signal-to-noise model (arXiv:2511.11571). Needs parallel.tp and pp 1. See
     docs/how-to/evaluate.md."""
 
-    gates: list[GateSizeConfig] = Field(
-        [GateSizeConfig()],
+    gates: list[GateSize] = Field(
+        [GateSize()],
         min_length=1,
         description="gates to measure, on the queries and keys of every layer, one head at a time",
     )
@@ -277,10 +215,9 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
 
     def __init__(self, options: NeedleSignalConfig, setting: EvaluationSetting) -> None:
         super().__init__(options, setting)
-        self._sizes = [GateSize(size.block_size, size.topk) for size in options.gates]
         self._texts = NeedleTexts(options, setting, self.key)
         # A gate chooses when a document has more history than it selects.
-        least = min(size.block_size * (size.topk + 1) for size in self._sizes)
+        least = min(size.block_size * (size.topk + 1) for size in options.gates)
         self._lengths = [length for length in stage_lengths(options, setting.stage) if length > least]
         if options.lengths is None:
             self._lengths = [length for length in self._lengths if self._texts.fits(length)]
@@ -309,8 +246,8 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
             for name in context.each_attention()
         }
         width = context.model.config.head_width
-        rates = {name: [_rates(found, width) for found in lengths] for name, lengths in maps.items()}
-        own = [row for by_length in rates[context.own] for row in by_length]
+        rows = {name: [_rows(sums, self._options.gates, width) for sums in lengths] for name, lengths in maps.items()}
+        own = [row for by_length in rows[context.own] for row in by_length]
         numbers = {"needle_missed": _mean(own, "missed"), "needle_missed_predicted": _mean(own, "missed_scores")}
         message = "no query was measured that has more history than the gates select"
         if own:
@@ -322,38 +259,34 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
             "attention": context.own,
             "head_dim": width,
             "lengths": self._lengths,
-            "gates": [{"block_size": size.block_size, "topk": size.topk} for size in self._sizes],
+            "gates": [size.model_dump() for size in self._options.gates],
             "samples": self._options.samples * len(self._options.depths),
             "seed": self._options.seed,
-            "rows": {name: dict(zip(map(str, self._lengths), found, strict=True)) for name, found in rates.items()},
+            "rows": {name: dict(zip(map(str, self._lengths), found, strict=True)) for name, found in rows.items()},
         }
-        table = [line for name, found in rates.items() for line in self._table(name, found)]
+        table = [line for name, found in rows.items() for line in self._table(name, found)]
         return EvaluationResult(numbers, message, [*table, message], data)
 
     @torch.no_grad()
-    def _measure(self, context: EvaluationContext, length: int, name: str) -> Signals:
-        """Sums of every layer with the model's present attention, equal on every rank."""
+    def _measure(self, context: EvaluationContext, length: int, name: str) -> Tensor:
+        """Sums [Y, G, F, H] with the model's present attention, equal on every rank."""
         shard, config = context.data_shard, context.model.config
-        layers = range(config.layers)
-        found = {key: NeedleSignal.zeros(config.heads) for key in product(layers, self._sizes)}
+        sums_YGFH = torch.zeros(config.layers, len(self._options.gates), len(SUMS), config.heads, dtype=torch.float64)
         questions = self._texts.questions(length)
         for index, counts in context.passes(len(questions), f"needle signal, {name}, {length}"):
             question = questions[index]
             batch = shard.shard_batch(answer_batch(question, padded_length(length, shard)))
-            look = _Look(context, question, found, self._sizes, counts=counts)
-            observers = [_LayerLook(look, layer) for layer in layers]
+            counted = sums_YGFH if counts else torch.zeros_like(sums_YGFH)
+            observers = [_Look(context, question, self._options.gates, of_layer) for of_layer in counted]
             with observed_layers(context.model, shard.engine or LOCAL_ENGINE, observers):
                 training_loss(context.model, batch.to(context.device))
-        vectors = sum_over_ranks([value for one in found.values() for value in one.vector()])
-        width = len(vectors) // len(found)
-        summed = [NeedleSignal.from_vector(vectors[at : at + width]) for at in range(0, len(vectors), width)]
-        return dict(zip(found, summed, strict=True))
+        return torch.tensor(sum_over_ranks(sums_YGFH.flatten().tolist()), dtype=torch.float64).view_as(sums_YGFH)
 
     def _table(self, name: str, lengths: Sequence[list[dict[str, Any]]]) -> Iterator[str]:
         """A line for each length and gate: means over layers and heads."""
         yield f"{f'missed, {name}':<32}" + "".join(f"{column:>10}" for column in ("observed", *MODELS))
         for length, rows in zip(self._lengths, lengths, strict=True):
-            for size in self._sizes:
+            for size in self._options.gates:
                 own = [row for row in rows if (row["block_size"], row["topk"]) == (size.block_size, size.topk)]
                 if own:
                     title = f"{format_count(length, 1024)}, {size.block_size}/{size.topk}"
@@ -361,83 +294,62 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
                     yield f"{title:<32}" + "".join(f"{value:>10.4f}" for value in values)
 
 
-class _Look:
-    """Adds to the sums at the first engine call of every layer, or at its shard's attention to given blocks. Works over
+class _Look(Observer):
+    """Adds to the sums of a layer, `sums_GFH`, at its first engine call, or its shard's attention to given blocks, over
     all ranks that share the sequence."""
 
     def __init__(
-        self,
-        context: EvaluationContext,
-        question: Question,
-        found: Signals,
-        sizes: Sequence[GateSize],
-        counts: bool,
+        self, context: EvaluationContext, question: Question, gates: Sequence[GateSize], sums_GFH: Tensor
     ) -> None:
         self._shard = context.data_shard
         self._scale = context.model.config.head_width**-0.5
         self._tokens_n = torch.tensor(question.places, device=context.device) - 1
         self._sources_n = torch.tensor(question.sources, device=context.device)
-        self._found = found
-        self._sizes = sizes
-        self._counts = counts
-        self._seen: set[int] = set()
+        self._gates = gates
+        self._sums_GFH = sums_GFH
+        self._seen = False
 
-    def see(self, layer: int, call: AttentionCall) -> None:
-        """Adds to the sums at the layer's first call, if it is of the whole sequence or to blocks that the kind gives.
+    def attended(self, call: AttentionCall, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """Looks at the first call that is of the whole sequence or to blocks that the kind gives.
 
         The call's queries are gathered from the ranks, and its keys, if it has this rank's alone.
         """
-        if layer in self._seen or (call.has_all_keys and call.selected_HTC is None):
+        if self._seen or (call.has_all_keys and call.selected_HTC is None):
             return
-        self._seen.add(layer)
+        self._seen = True
         if not call.has_all_keys:
             whole = gathered(call.q_THD, (call.k_SKD,), self._tokens_n, call.layout, self._shard)
             if whole is not None:
                 q_nHD, (k_SKD,) = whole
-                self._add(layer, q_nHD, k_SKD)
+                self._add(q_nHD, k_SKD)
             return
         q_nHD = gathered_rows(call.q_THD, self._tokens_n, call.layout, self._shard)
         if self._shard.engine is None or not self._shard.engine.rank:
-            self._add(layer, q_nHD, call.k_SKD)
+            self._add(q_nHD, call.k_SKD)
 
-    def _add(self, layer: int, q_nHD: Tensor, k_SKD: Tensor) -> None:
-        if not self._counts:
-            return
-        for size in self._sizes:
-            signal = needle_signal(q_nHD, k_SKD, self._tokens_n, self._sources_n, size, self._scale)
-            self._found[layer, size] = self._found[layer, size] + signal
+    def _add(self, q_nHD: Tensor, k_SKD: Tensor) -> None:
+        for size, sums_FH in zip(self._gates, self._sums_GFH, strict=True):
+            sums_FH += needle_signal(q_nHD, k_SKD, self._tokens_n, self._sources_n, size, self._scale)
 
 
-class _LayerLook(Observer):
-    """Shows a layer's calls to a `_Look`."""
-
-    def __init__(self, look: _Look, layer: int) -> None:
-        self._look = look
-        self._layer = layer
-
-    def attended(self, call: AttentionCall, out_THD: Tensor, lse_HT: Tensor) -> None:
-        """Shows the call."""
-        self._look.see(self._layer, call)
-
-
-def _rates(found: Mapping[tuple[int, GateSize], NeedleSignal], width: int) -> list[dict[str, Any]]:
+def _rows(sums_YGFH: Tensor, gates: Sequence[GateSize], width: int) -> list[dict[str, Any]]:
     """A row for each layer, gate and head that had a choice."""
     return [
-        _row(layer, size, head, signal)
-        for (layer, size), sums in found.items()
-        for head, signal in enumerate(sums.heads(size, width))
+        _row({"layer": layer, "head": head, **size.model_dump()}, means, rates(means, size, width))
+        for layer, sums_GFH in enumerate(sums_YGFH)
+        for size, sums_FH in zip(gates, sums_GFH, strict=True)
+        for head, means in enumerate(head_means(sums_FH))
     ]
 
 
-def _row(layer: int, size: GateSize, head: int, signal: HeadSignal) -> dict[str, Any]:
+def _row(place: dict[str, int], means: Mapping[str, float], found: Mapping[str, float]) -> dict[str, Any]:
     values = {
-        "separation": signal.separation,
-        "key_deviation": signal.key_variance**0.5,
-        "other_blocks": signal.other_blocks,
-        "mass": signal.mass,
-        **signal.rates(),
+        "separation": means["separation"],
+        "key_deviation": means["key_variance"] ** 0.5,
+        "other_blocks": means["other_blocks"],
+        "mass": means["mass"],
+        **found,
     }
-    place = {"layer": layer, "head": head, "block_size": size.block_size, "topk": size.topk}
     return place | {name: float(f"{value:.6g}") for name, value in values.items()}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moba_train.tools.report.history import Axes, Column, History, Rows, axes, place_columns, shown_rows
+from moba_train.tools.report.history import Axes, Column, History, Result, Rows, axes, place_columns, shown_rows
 
 Trace = dict[str, Any]
 
@@ -118,10 +118,48 @@ class Shown:
         return [Mark(self.places([stage]), text(stage["stage"]), self.index) for stage in self.history.stages]
 
 
+def band(x: Column, low: Column, high: Column, colour: str) -> Trace:
+    """An area between two curves."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": np.concatenate([x, x[::-1]]),
+        "y": np.concatenate([low, high[::-1]]),
+        "fill": "toself",
+        "fillcolor": colour,
+        "opacity": 0.12,
+        "line": {"width": 0},
+        "showlegend": False,
+        "hoverinfo": "skip",
+    }
+
+
+def heatmap(key: str, title: str, note: str, trace: Trace, layout: dict[str, Any], row: int = 34) -> Chart:
+    """A map, the first row at the top, each `row` pixels high.
+
+    trace: rows `z` with names `y`; shares from 0 to 1 unless it says otherwise. layout: what differs from that of
+    categories.
+    """
+    bar = {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0, "len": 1}
+    shares = {"type": "heatmap", "zmin": 0, "zmax": 1, "colorbar": bar}
+    base = {
+        "hovermode": "closest",
+        "xaxis": {"type": "category", "showgrid": False},
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+    }
+    merged = base | layout | {name: base[name] | layout.get(name, {}) for name in ("xaxis", "yaxis")}
+    return Chart(key, title, note, [shares | trace], merged, height=max(340, 110 + row * len(trace["y"])))
+
+
 def shown(histories: Sequence[History]) -> list[Shown]:
     """The runs of a page."""
     count = len(histories)
     return [Shown(history, index, count > 1, shown_rows(history, count)) for index, history in enumerate(histories)]
+
+
+def last_results(runs: Sequence[Shown], name: str) -> list[tuple[Shown, Result]]:
+    """The last result of an evaluation, with its run, of every run that has one."""
+    return [(run, result) for run in runs for result in run.history.latest(name)[-1:]]
 
 
 def palette(number: int) -> str:

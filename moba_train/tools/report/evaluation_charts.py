@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from moba_train.tools.report.chart import Chart, Shown, Trace, length_names, palette, text
+from moba_train.tools.report.chart import Chart, Shown, Trace, band, heatmap, last_results, length_names, palette, text
 from moba_train.tools.report.history import Column, Result, number
 
 _GROUPS = (
@@ -34,8 +34,7 @@ _GROUPS = (
 def gate_charts(runs: Sequence[Shown]) -> list[Chart]:
     """The last gate probe of every run that found a choice: its statistics by layer, and the distances of the selected
     blocks."""
-    latest = [(run, result) for run in runs for result in run.history.latest("gate_probe")[-1:]]
-    probes = [(run, result) for run, result in latest if result.data["layers"]]
+    probes = [(run, result) for run, result in last_results(runs, "gate_probe") if result.data["layers"]]
     charts = []
     for key, title, note, names in _GROUPS:
         traces = [
@@ -74,24 +73,16 @@ def _distances(run: Shown, result: Result) -> Chart:
     shares = np.array([layer["distance_share"] for layer in layers], dtype=np.float64)
     farthest = int(np.flatnonzero((shares > 0).any(0)).max(initial=0)) + 1
     trace = {
-        "type": "heatmap",
         "x": [text(distance) for distance in result.data["distances"][:farthest]],
         "y": [f"layer {layer['layer']:d}" for layer in layers],
         "z": shares[:, :farthest],
-        "zmin": 0,
         "zmax": float(shares.max(initial=0.0)),
         "colorscale": [[0, "var(--card)"], [1, "var(--c1)"]],
         "hovertemplate": "%{y}, %{x} blocks back: %{z:.1%}<extra></extra>",
-        "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0, "len": 1},
-    }
-    layout = {
-        "hovermode": "closest",
-        "xaxis": {"type": "category", "title": "blocks back", "showgrid": False},
-        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
     }
     title = run.titled("How far back the selected blocks lie")
     note = f"Share of each layer's selections, after step {result.step:,}."
-    return Chart(f"gate-distance-{run.index}", title, note, [trace], layout, height=max(340, 110 + 20 * len(layers)))
+    return heatmap(f"gate-distance-{run.index}", title, note, trace, {"xaxis": {"title": "blocks back"}}, row=20)
 
 
 def position_chart(runs: Sequence[Shown]) -> list[Chart]:
@@ -158,21 +149,8 @@ def _curve(run: Shown, result: Result, label: str, curve: dict[str, Any], colour
     mean = _column(curve["mean"])
     error = np.nan_to_num(_column(curve["standard_error"]))
     line = _line(run, result, label, mean, colour, dash)
-    band = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": f"{label}, standard error",
-        "x": np.concatenate([line["x"], line["x"][::-1]]),
-        "y": np.concatenate([mean + error, (mean - error)[::-1]]),
-        "fill": "toself",
-        "fillcolor": colour,
-        "opacity": 0.12,
-        "line": {"width": 0},
-        "showlegend": False,
-        "hoverinfo": "skip",
-        "meta": {"run": run.index},
-    }
-    return [band, line]
+    area = band(line["x"], mean - error, mean + error, colour)
+    return [area | {"name": f"{label}, standard error", "meta": {"run": run.index}}, line]
 
 
 def _column(values: Sequence[float | None]) -> Column:
@@ -191,19 +169,16 @@ _BY_TASKS = {"ruler": "RULER", "longtasks": "Long tasks"}
 """Titles of evaluations by tasks."""
 _NO_SHARES = {"bits_per_byte", "brier_score", "byte_perplexity", "perplexity", "ter", "word_perplexity"}
 """Metrics of lm-eval of which less is better; they may also be below 1."""
-_CELL = 34
-"""Height of a row, in pixels."""
 
 
 def needle_maps(runs: Sequence[Shown]) -> list[Chart]:
     """The last needle evaluation of every run: a map for each attention, length by depth."""
     charts = []
-    for run in runs:
-        for result in run.history.latest("needle")[-1:]:
-            for name, found in result.data["maps"].items():
-                charts.append(_needle_map(run, result, name, found["passed"], ""))
-                if "generated" in found:
-                    charts.append(_needle_map(run, result, name, found["generated"], ", generated"))
+    for run, result in last_results(runs, "needle"):
+        for name, found in result.data["maps"].items():
+            charts.append(_needle_map(run, result, name, found["passed"], ""))
+            if "generated" in found:
+                charts.append(_needle_map(run, result, name, found["generated"], ", generated"))
     return charts
 
 
@@ -218,26 +193,21 @@ def _needle_map(run: Shown, result: Result, attention: str, by_length: list[list
     )
     layout = _trained_mark(data["lengths"], data["trained_length"]) | {"yaxis": {"title": "depth"}}
     key = f"needle-{run.index}-{len(how)}-{_safe(attention)}"
-    return _heatmap(key, title, note, _rows(by_length), length_names(data["lengths"]), depths, layout)
+    return _share_map(key, title, note, _rows(by_length), length_names(data["lengths"]), depths, layout)
 
 
 def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
     """Share of the heads of each layer whose queries selected the needle's block for their answer."""
     charts = []
-    for run in runs:
-        for result in run.history.latest("needle")[-1:]:
-            attention = result.data["attention"]
-            layers = list(enumerate(_rows(result.data["maps"][attention]["selected"])))
-            rows = [(layer, row) for layer, row in layers if any(share is not None for share in row)]
-            if rows:
-                note = (
-                    "Share of heads that select the needle's block when they answer; layers that see all are left out."
-                )
-                title = run.titled(f"Heads that look at the needle, {attention}")
-                names = [f"layer {layer}" for layer, _ in rows]
-                values = [row for _, row in rows]
-                lengths = length_names(result.data["lengths"])
-                charts.append(_heatmap(f"selected-{run.index}", title, note, values, lengths, names, {}))
+    note = "Share of heads that select the needle's block when they answer; layers that see all are left out."
+    for run, result in last_results(runs, "needle"):
+        attention = result.data["attention"]
+        rows = [*enumerate(_rows(result.data["maps"][attention]["selected"]))]
+        shown = {f"layer {layer}": row for layer, row in rows if any(share is not None for share in row)}
+        if shown:
+            title = run.titled(f"Heads that look at the needle, {attention}")
+            lengths = length_names(result.data["lengths"])
+            charts.append(_share_map(f"selected-{run.index}", title, note, [*shown.values()], lengths, [*shown], {}))
     return charts
 
 
@@ -245,9 +215,8 @@ def task_charts(runs: Sequence[Shown]) -> list[Chart]:
     """The last evaluations by tasks of every run: scores by task and length, for each attention and way of scoring."""
     return [
         _tasks(run, result, attention, scoring, by_task)
-        for run in runs
         for name in _BY_TASKS
-        for result in run.history.latest(name)[-1:]
+        for run, result in last_results(runs, name)
         for attention, by_scoring in result.data["scores"].items()
         for scoring, by_task in by_scoring.items()
     ]
@@ -256,30 +225,20 @@ def task_charts(runs: Sequence[Shown]) -> list[Chart]:
 def lm_eval_charts(runs: Sequence[Shown]) -> list[Chart]:
     """The last results of `moba-train lm-eval` of every run: shares by task and metric, for each attention."""
     charts = []
-    for run in runs:
-        for result in run.history.latest("lm_eval")[-1:]:
-            scores = result.data["scores"]
-            shares = {
-                f"{task}, {metric}": [by_task[task][metric] for by_task in scores.values()]
-                for task, values in next(iter(scores.values())).items()
-                for metric, value in values.items()
-                if "_stderr" not in metric and metric.split(",")[0] not in _NO_SHARES and 0 <= value <= 1
-            }
-            if shares:
-                names = [text(name) for name in shares]
-                note = f"After step {result.step:,}, by the package lm-eval; further numbers are in {result.source}."
-                layout = {"xaxis": {"title": "attention"}}
-                charts.append(
-                    _heatmap(
-                        f"lm-eval-{run.index}",
-                        run.titled("lm-eval"),
-                        note,
-                        [*shares.values()],
-                        [*scores],
-                        names,
-                        layout,
-                    )
-                )
+    for run, result in last_results(runs, "lm_eval"):
+        scores = result.data["scores"]
+        shares = {
+            f"{task}, {metric}": [by_task[task][metric] for by_task in scores.values()]
+            for task, values in next(iter(scores.values())).items()
+            for metric, value in values.items()
+            if "_stderr" not in metric and metric.split(",")[0] not in _NO_SHARES and 0 <= value <= 1
+        }
+        if shares:
+            key, title = f"lm-eval-{run.index}", run.titled("lm-eval")
+            note = f"After step {result.step:,}, by the package lm-eval; further numbers are in {result.source}."
+            names = [*map(text, shares)]
+            layout = {"xaxis": {"title": "attention"}}
+            charts.append(_share_map(key, title, note, [*shares.values()], [*scores], names, layout))
     return charts
 
 
@@ -289,35 +248,27 @@ def _tasks(run: Shown, result: Result, attention: str, scoring: str, by_task: di
     note = f"After step {result.step:,}: {data['samples']} samples of each task and length, seed {data['seed']}."
     key = f"{result.name}-{run.index}-{_safe(attention)}-{_safe(scoring)}"
     layout = _trained_mark(data["lengths"], data["trained_length"])
-    return _heatmap(key, title, note, [*by_task.values()], length_names(data["lengths"]), [*map(text, by_task)], layout)
+    return _share_map(
+        key, title, note, [*by_task.values()], length_names(data["lengths"]), [*map(text, by_task)], layout
+    )
 
 
-def _heatmap(
+def _share_map(
     key: str, title: str, note: str, rows: list[list[Any]], columns: list[str], names: list[str], layout: dict[str, Any]
 ) -> Chart:
-    """Shares from 0 to 1; the first row is at the top."""
+    """Shares from 0 to 1, written into their cells; the first row is at the top."""
     trace = {
-        "type": "heatmap",
         "x": columns,
         "y": names,
         "z": rows,
-        "zmin": 0,
-        "zmax": 1,
         "colorscale": _SCALE,
         "xgap": 2,
         "ygap": 2,
         "texttemplate": "%{z:.0%}" if len(columns) <= 12 else "",
         "textfont": {"color": "#10151f", "size": 12},
         "hovertemplate": "%{y}, %{x}: %{z:.1%}<extra></extra>",
-        "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0, "len": 1},
     }
-    base = {
-        "hovermode": "closest",
-        "xaxis": {"type": "category", "title": "tokens", "showgrid": False},
-        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-    }
-    merged = base | layout | {name: base[name] | layout.get(name, {}) for name in ("xaxis", "yaxis")}
-    return Chart(key, title, note, [trace], merged, height=max(240, 110 + _CELL * len(names)))
+    return heatmap(key, title, note, trace, {"xaxis": {"title": "tokens"}} | layout)
 
 
 def _rows(by_length: list[list[Any]]) -> list[list[Any]]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from moba_train.tools.report.chart import Chart, Shown, Trace, palette, text
+from moba_train.tools.report.chart import Chart, Shown, Trace, last_results, palette, text
 from moba_train.tools.report.history import Result
 
 _ERRORS = {
@@ -15,7 +15,7 @@ _ERRORS = {
 
 def oracle_charts(runs: Sequence[Shown]) -> list[Chart]:
     """The last result of every run: errors in trailing loss, and in each share of right answers, as bars."""
-    return [chart for run in runs for result in run.history.latest("oracle")[-1:] for chart in _charts(run, result)]
+    return [chart for run, result in last_results(runs, "oracle") for chart in _charts(run, result)]
 
 
 def _charts(run: Shown, result: Result) -> list[Chart]:

@@ -162,7 +162,23 @@ def _page(
     """The page as HTML. Without `runs` among the `parts` of the template, it has charts and notices only."""
     given = {"runs": [], "notices": [], "events": [], "settings": [], "differing": [], "environment": [], **parts}
     charts = [chart for section in sections for chart in section.charts]
-    styles, program, plotly = _asset("report.css"), _asset("report.js"), _plotly()
+    program, plotly = _asset("report.js"), _plotly()
+    return filled(
+        "report.html.j2",
+        **given,
+        title=title,
+        sections=[section for section in sections if section.charts],
+        progress=any(chart.progress for chart in charts),
+        written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)),
+        program=program,
+        policy=_policy(program, plotly),
+        plotly=_packed(plotly),
+        data=_data(charts, axes or {}),
+    )
+
+
+def filled(template: str, **parts: Any) -> str:
+    """A template of assets/ with these parts, and with the style sheet as `styles`."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_ASSETS),
         autoescape=True,
@@ -170,18 +186,7 @@ def _page(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return templates.get_template("report.html.j2").render(
-        **given,
-        title=title,
-        sections=[section for section in sections if section.charts],
-        progress=any(chart.progress for chart in charts),
-        written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)),
-        styles=styles,
-        program=program,
-        policy=_policy(program, plotly),
-        plotly=_packed(plotly),
-        data=_data(charts, axes or {}),
-    )
+    return templates.get_template(template).render(**parts, styles=_asset("report.css"))
 
 
 def _charts(makers: Sequence[ChartMaker], runs: Sequence[Shown]) -> list[Chart]:

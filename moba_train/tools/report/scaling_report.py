@@ -9,7 +9,7 @@ import numpy as np
 
 from moba_train.output_files import write_atomically
 from moba_train.strict_json import to_json
-from moba_train.tools.report.chart import Chart, Trace, palette, text
+from moba_train.tools.report.chart import Chart, Trace, band, palette, text
 from moba_train.tools.report.page import write_charts
 from moba_train.tools.report.scaling import CONFIDENCE, GroupFit, Interval, ScalingReport
 from moba_train.tools.report.sink import plotly_is_installed
@@ -45,18 +45,6 @@ def _traces(one: GroupFit, colour: str) -> list[Trace]:
     label = f"{text(one.group)}: {float(law.a):.3f} C^{float(law.b):.3f}"
     line = np.geomspace(compute.min(), compute.max(), _COMPUTES_ON_A_LINE)
     value, low, high = np.array([one.loss_at(float(x)) for x in line]).T
-    band = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": np.concatenate([line, line[::-1]]),
-        "y": np.concatenate([low, high[::-1]]),
-        "fill": "toself",
-        "fillcolor": colour,
-        "opacity": 0.12,
-        "line": {"width": 0},
-        "showlegend": False,
-        "hoverinfo": "skip",
-    }
     curve = {"type": "scatter", "mode": "lines", "name": label, "x": line, "y": value, "line": {"color": colour}}
     points = {
         "type": "scatter",
@@ -68,7 +56,7 @@ def _traces(one: GroupFit, colour: str) -> list[Trace]:
         "hovertemplate": "%{text}: %{y:.4f}<extra></extra>",
         "showlegend": False,
     }
-    return [band, curve, points]
+    return [band(line, low, high, colour), curve, points]
 
 
 def describe(report: ScalingReport) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moba_train.tools.report.chart import Chart, Shown, Trace, length_names, palette, text, wrapped
+from moba_train.tools.report.chart import Chart, Shown, Trace, heatmap, length_names, palette, text, wrapped
 from moba_train.tools.report.history import (
     Column,
     Record,
@@ -151,23 +151,16 @@ def _loads(records: Iterable[Record]) -> Iterator[tuple[int, dict[int, list[floa
 
 def _expert_map(run: Shown, step: int, loads: dict[int, list[float]]) -> Chart:
     trace = {
-        "type": "heatmap",
         "y": [f"layer {layer}" for layer in sorted(loads)],
         "z": [[value / 100 for value in loads[layer]] for layer in sorted(loads)],
-        "zmin": 0,
         "zmax": 2,
         "colorscale": [[0, "var(--bad)"], [0.5, "var(--card)"], [1, "var(--c1)"]],
         "hovertemplate": "%{y}, expert %{x}: %{z:.2f} of the mean<extra></extra>",
         "colorbar": {"thickness": 10, "outlinewidth": 0, "len": 1},
     }
-    layout = {
-        "hovermode": "closest",
-        "xaxis": {"title": "expert", "showgrid": False, "tickformat": "d"},
-        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-    }
     note = f"Over the mean of its layer, in step {step:,}; colours end at 0 and 2."
-    title = run.titled("Load of each expert")
-    return Chart(f"expert-load-{run.index}", title, note, [trace], layout, height=max(340, 110 + 14 * len(loads)))
+    layout = {"xaxis": {"title": "expert", "type": "linear", "tickformat": "d"}}
+    return heatmap(f"expert-load-{run.index}", run.titled("Load of each expert"), note, trace, layout, row=14)
 
 
 def step_time_chart(runs: Sequence[Shown]) -> list[Chart]:

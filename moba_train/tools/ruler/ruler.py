@@ -1,6 +1,6 @@
 """RULER's tasks on a model: share of the answers that it finds, by task and length of the context."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -8,8 +8,8 @@ from pydantic import Field
 from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.tools.needle.haystack import corpus_of
 from moba_train.tools.ruler.ruler_tasks import TASKS
-from moba_train.tools.tasks.scored import TasksConfig, TaskScores
-from moba_train.tools.tasks.sized import SizedTexts
+from moba_train.tools.tasks.scored import TaskScores
+from moba_train.tools.tasks.sized import TasksConfig
 
 
 class RulerConfig(TasksConfig):
@@ -34,17 +34,8 @@ class Ruler(TaskScores[RulerConfig]):
     name = "ruler"
     Options = RulerConfig
     data_name = "ruler_scores"
+    made = TASKS
     numbers = frozenset({"ruler", *(f"ruler_{task}" for task in TASKS)})
-
-    @classmethod
-    def texts(cls, options: RulerConfig, setting: EvaluationSetting) -> SizedTexts:
-        """Samples of RULER's tasks."""
-        return SizedTexts(options, setting, cls.key, TASKS)
-
-    @classmethod
-    def known_tasks(cls) -> Sequence[str]:
-        """RULER's."""
-        return [*TASKS]
 
     @classmethod
     def problems(cls, options: RulerConfig, setting: EvaluationSetting) -> Iterator[str]:

@@ -4,9 +4,8 @@ Everything that touches wandb runs in one daemon thread behind a bounded queue. 
 them; nothing is lost, because `metrics.jsonl` holds every record.
 
 wandb's history is append-only, and the steps that a resumed run repeats are already in it. A step is therefore drawn
-the first time it is trained; steps that are trained again are counted, not drawn, so that every curve has each step
-once and never goes back. wandb's own rewinding works online only, and not on every server. After a rollback, step
-numbers continue to rise, so nothing is repeated.
+the first time it is trained, so that every curve has each step once and never goes back. wandb's own rewinding works
+online only, and not on every server. After a rollback, step numbers continue to rise, so nothing is repeated.
 """
 
 import contextlib
@@ -44,12 +43,8 @@ class _Sent:
     """Consumed tokens of the latest row."""
     last: dict[str, int] = field(default_factory=dict)
     """Latest step of each record type."""
-    redone: int = 0
-    """Steps trained again so far."""
-    spikes: list[list[Any]] = field(default_factory=list)
-    """Rows of the table of spikes."""
-    recipe_changes: list[list[Any]] = field(default_factory=list)
-    """Rows of the table of changes of the recipe."""
+    tables: dict[str, list[list[Any]]] = field(default_factory=dict)
+    """Rows of each table (`TABLES`)."""
     alerts: dict[str, float] = field(default_factory=dict)
     """Time of the last alert of each type, seconds since the epoch."""
 
@@ -66,28 +61,14 @@ class WandbHistory:
         self._path = path
         self.sent = _read(path)
         self._before = dict(self.sent.last)
-        self._reported = self.sent.redone
-        self._counted: int | None = None
-        """Step up to which the steps of this start are counted as new or redone; None before its first record."""
 
     def row(self, record: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """The row to draw for a record with these values: the values and their axes, or {} if already drawn."""
         sent = self.sent
         record_type = record["type"]
         step = record["step"]
-        is_metrics = record_type == "metrics"
-        if self._counted is None:
-            self._counted = step - is_metrics
-        trained = step - self._counted if is_metrics else 0
-        self._counted += trained
-        if step < sent.step or step <= self._before.get(record_type, -1):
-            sent.redone += trained
+        if not values or step < sent.step or step <= self._before.get(record_type, -1):
             return {}
-        if not values:
-            return {}
-        if is_metrics and sent.redone > self._reported:
-            self._reported = sent.redone
-            values = values | {"redone_steps": sent.redone}
         sent.step = step
         sent.tokens = record["tokens"]
         sent.last[record_type] = step
@@ -99,7 +80,7 @@ class WandbHistory:
         name = TABLES.get(record["type"])
         if name is None:
             return {}
-        rows: list[list[Any]] = getattr(self.sent, name)
+        rows = self.sent.tables.setdefault(name, [])
         row = [record[column] for column in _COLUMNS]
         if row in rows:
             return {}
@@ -146,8 +127,8 @@ _TITLE_LENGTH = 63
 class WandbSink:
     """Sends records to the wandb run `run_id`, which is created or, after a resume, continued.
 
-    Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed (`WandbHistory`);
-    `redone_steps` counts the steps trained again. A spike also adds a row to the table `spikes`, a changed recipe one
+    Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed (`WandbHistory`). A spike also
+    adds a row to the table `spikes`, a changed recipe one
     to `recipe_changes`. Alerts of each type are sent at most once per `ALERT_INTERVAL_SECONDS`. `dropped` counts the
     records that wandb refused, that did not fit into the queue, or that were still in it when `close` gave up. `wait_s`
     limits how long `close` waits for wandb, in seconds.

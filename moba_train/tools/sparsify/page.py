@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-
 from moba_train.config.base import format_count, format_duration
 from moba_train.output_files import write_atomically
 from moba_train.tools.full_layers import format_difference
-from moba_train.tools.report import page as report
+from moba_train.tools.report.page import filled
 from moba_train.tools.sparsify import recipes
 from moba_train.tools.sparsify.recipes import Request
 from moba_train.tools.sparsify.steps import SECONDS, Step, read_json, training
@@ -36,13 +34,9 @@ def write_page(request: Request, output: Path, done: Sequence[Step]) -> Path:
     """Write report.html and summary.json of what the steps have left in `output`; returns the page's path."""
     found = summary(request, output)
     write_atomically(output / SUMMARY, json.dumps(found, indent=2) + "\n")
-    assets = Path(report.__file__).parent / "assets"
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(assets), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
-    )
     exported = next(step for step in done if step.name == "export").done
-    text = templates.get_template("sparsify.html.j2").render(
-        styles=(assets / "report.css").read_text(encoding="utf-8"),
+    text = filled(
+        "sparsify.html.j2",
         title=f"{Path(request.model).name}, made sparse",
         request=recipes.told(request),
         verdict=verdict(found),

@@ -38,11 +38,6 @@ class ResumeFrom:
         """Reason why the address cannot be used here, with the remedy; empty: it can."""
         return missing_package(options.address)
 
-    @classmethod
-    def open(cls, options: ResumeFromOptions, folders: RunFolders) -> "ResumeFrom":
-        """The source of a run's first checkpoint."""
-        return cls(options, folders)
-
     def __init__(self, options: ResumeFromOptions, folders: RunFolders) -> None:
         self._address = options.address
         self._folders = folders

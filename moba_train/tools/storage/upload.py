@@ -62,11 +62,6 @@ class Upload:
         """Reason why the address cannot be used here, with the remedy; empty: it can."""
         return missing_package(options.address)
 
-    @classmethod
-    def open(cls, options: UploadOptions, folders: RunFolders) -> "Upload":
-        """The uploads of a run, which begin by fetching the newest copy."""
-        return cls(options, folders)
-
     def __init__(self, options: UploadOptions, folders: RunFolders) -> None:
         self._options = options
         self._folders = folders

@@ -5,13 +5,14 @@ The names `input` and `all_classes`, and the fields that are ignored, are LongBe
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationError, model_validator
 
-from moba_train.config.explain import did_you_mean
+from moba_train.config.base import Section
+from moba_train.config.explain import did_you_mean, explain
 from moba_train.errors import DataError, ForeignFileError
 from moba_train.foreign_files import MIB, parse_json, read_foreign
 from moba_train.tools.needle.haystack import separated
@@ -27,19 +28,17 @@ IGNORED = ("_id", "dataset", "id", "language", "length")
 Text = Annotated[str, Field(min_length=1)]
 
 
-class Demonstration(BaseModel):
+class Demonstration(Section):
     """A question with its answer, which a prompt shows before its own question."""
 
-    model_config = ConfigDict(extra="forbid")
     context: str = ""
     question: str = Field("", validation_alias=AliasChoices("question", "input"))
     answer: Text
 
 
-class TaskLine(BaseModel):
+class TaskLine(Section):
     """A sample of a task."""
 
-    model_config = ConfigDict(extra="forbid")
     context: Text
     """The long text."""
     question: str = Field("", validation_alias=AliasChoices("question", "input"))
@@ -128,7 +127,8 @@ def read_tasks(path: str, key: str, most: int) -> list[TaskLine]:
                 continue
             sample = TaskLine.model_validate(of_all | values)
         except ValidationError as error:
-            raise DataError(f"{key}: {path}, line {number}: {'; '.join(_problems(error))}") from error
+            problems = "; ".join(text.removeprefix("the recipe: ") for text in explain(error, TaskLine))
+            raise DataError(f"{key}: {path}, line {number}: {problems}") from error
         except ValueError as error:
             raise DataError(f"{key}: {path}, line {number}: {error}") from error
         samples += 1
@@ -137,18 +137,3 @@ def read_tasks(path: str, key: str, most: int) -> list[TaskLine]:
     if not found:
         raise DataError(f"{key}: {path} has no sample; allowed: a line with context, answers and metric for each")
     return found
-
-
-def _problems(error: ValidationError) -> Iterator[str]:
-    """Each problem with the field's name, what was given and what is allowed."""
-    names = [*TaskLine.model_fields, "input", "all_classes"]
-    for problem in error.errors(include_url=False):
-        field = ".".join(map(str, problem["loc"]))
-        if problem["type"] == "missing":
-            yield f"{field}: missing; a line has it, or the first line for all of them"
-        elif problem["type"] == "extra_forbidden":
-            yield f"{field}: unknown{did_you_mean(field, names)}; allowed: {', '.join(names)}"
-        elif problem["type"] == "value_error":
-            yield problem["msg"].removeprefix("Value error, ")
-        else:
-            yield f"{field}: given {str(problem['input'])[:60]!r}; {problem['msg'][:1].lower()}{problem['msg'][1:]}"

@@ -1,7 +1,7 @@
 """Long tasks by generation: three of our own, and those of local files in the manner of HELMET and LongBench."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +11,8 @@ from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.tools.tasks.files import TaskLine, read_tasks
 from moba_train.tools.tasks.made import MADE
-from moba_train.tools.tasks.scored import GENERATED, Prompt, TasksConfig, TaskScores
-from moba_train.tools.tasks.sized import SizedTexts
+from moba_train.tools.tasks.scored import GENERATED, TaskScores
+from moba_train.tools.tasks.sized import Prompt, SizedTexts, TasksConfig
 
 SUFFIX = ".jsonl"
 
@@ -49,6 +49,7 @@ class LongTasks(TaskScores[LongTasksConfig]):
     name = "longtasks"
     Options = LongTasksConfig
     data_name = "longtasks_scores"
+    made = MADE
     further_tasks = f", and files whose names end in {SUFFIX}"
     numbers = frozenset({"longtasks", *(f"longtasks_{task}" for task in MADE)})
 
@@ -56,11 +57,6 @@ class LongTasks(TaskScores[LongTasksConfig]):
     def texts(cls, options: LongTasksConfig, setting: EvaluationSetting) -> "LongTaskTexts":
         """Samples of the tasks."""
         return LongTaskTexts(options, setting, cls.key)
-
-    @classmethod
-    def known_tasks(cls) -> Sequence[str]:
-        """Those of our own."""
-        return [*MADE]
 
     @classmethod
     def label(cls, task: str) -> str:

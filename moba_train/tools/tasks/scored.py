@@ -1,69 +1,29 @@
 """Evaluations by tasks with right answers: scores by task and length, of one forward pass or of generated answers."""
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, TypeVar
 
-from pydantic import Field
-
-from moba_train.config.base import MOST_SAMPLES, format_count
+from moba_train.config.base import format_count
 from moba_train.config.explain import did_you_mean
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
-from moba_train.tools.needle.answers import Question, generated_answers, predicted_answers, share
+from moba_train.tools.needle.answers import generated_answers, predicted_answers, share
 from moba_train.tools.needle.full_answers import answer_modes, answer_problems
-from moba_train.tools.needle.haystack import QuestionTokenizer, length_problems, stage_lengths
-from moba_train.tools.needle.options import ANSWER, AnswersConfig
+from moba_train.tools.needle.haystack import length_problems, stage_lengths
+from moba_train.tools.tasks.sized import Prompt, SizedTask, SizedTexts, TasksConfig
 
 TEACHER_FORCED, GENERATED = "teacher_forced", "generated"
 SHOWN = 200
 """Characters of a generated answer that results show."""
 
 
-class TasksConfig(AnswersConfig):
-    """Keys of evaluations by tasks."""
-
-    tasks: list[str]
-    samples: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of each task and length")
-    scoring: Literal["teacher_forced", "generated"]
-    answer: Literal["own", "full"] = ANSWER
-
-
 AnyTasks = TypeVar("AnyTasks", bound=TasksConfig)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A question of a task, as tokens, and the score of an answer in words."""
-
-    question: Question
-    references: list[str]
-    most_tokens: int
-    """Tokens of a generated answer, at most."""
-    score: Callable[[str, Sequence[str]], float]
-    """Score, 0 to 1, of a generated answer by the references."""
-
-
-class TaskTexts(Protocol):
-    """Samples of tasks, by task and length in tokens. Equal on every rank."""
-
-    @property
-    def tokenizer(self) -> QuestionTokenizer:
-        """Tokenizer of the questions."""
-
-    def fits(self, task: str, length: int) -> bool:
-        """True if the shortest sample of a task fits."""
-
-    def check(self, task: str, length: int) -> None:
-        """Raise DataError when it does not."""
-
-    def questions(self, task: str, length: int) -> list[Prompt]:
-        """All samples of a task, of at most `length` tokens each."""
 
 
 class TaskScores(Evaluation[AnyTasks]):
     """Mean score over the lengths, of each task (`NAME_TASK`) and of all tasks (`NAME`)."""
 
+    made: ClassVar[Mapping[str, SizedTask]]
+    """Tasks that are made here, by name."""
     further_tasks = ""
     """Words about tasks that have no name."""
 
@@ -82,14 +42,9 @@ class TaskScores(Evaluation[AnyTasks]):
             self.missing = f"{self.key}.lengths: none is at most seq_len {seq_len} and holds every task"
 
     @classmethod
-    @abstractmethod
-    def texts(cls, options: AnyTasks, setting: EvaluationSetting) -> TaskTexts:
+    def texts(cls, options: AnyTasks, setting: EvaluationSetting) -> SizedTexts:
         """Samples of the tasks. Raises DataError for what cannot be read."""
-
-    @classmethod
-    @abstractmethod
-    def known_tasks(cls) -> Sequence[str]:
-        """Names of the tasks that are made here."""
+        return SizedTexts(options, setting, cls.key, cls.made)
 
     @classmethod
     def label(cls, task: str) -> str:
@@ -101,7 +56,7 @@ class TaskScores(Evaluation[AnyTasks]):
         """Unknown tasks, no tokenizer, lengths that no stage has, and numbers of tasks that do not run."""
         yield from length_problems(options, setting, cls.key)
         yield from answer_problems(options.answer, setting, cls.key)
-        known = cls.known_tasks()
+        known = [*cls.made]
         for task in options.tasks:
             if cls.label(task) == task and task not in known:
                 hint = did_you_mean(task, known)

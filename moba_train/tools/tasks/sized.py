@@ -3,16 +3,41 @@
 import functools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
 
 from moba_train.attention.layout import TokenRange
+from moba_train.config.base import MOST_SAMPLES
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.tools.needle.answers import Question, encode_segments
 from moba_train.tools.needle.haystack import Conversation, natural_text, open_tokenizer
+from moba_train.tools.needle.options import ANSWER, AnswersConfig
 from moba_train.tools.tasks.metrics import found_share
-from moba_train.tools.tasks.scored import Prompt, TasksConfig
+
+
+class TasksConfig(AnswersConfig):
+    """Keys of evaluations by tasks."""
+
+    tasks: list[str]
+    samples: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of each task and length")
+    scoring: Literal["teacher_forced", "generated"]
+    answer: Literal["own", "full"] = ANSWER
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question of a task, as tokens, and the score of an answer in words."""
+
+    question: Question
+    references: list[str]
+    most_tokens: int
+    """Tokens of a generated answer, at most."""
+    score: Callable[[str, Sequence[str]], float]
+    """Score, 0 to 1, of a generated answer by the references."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +93,7 @@ class SizedTask(ABC):
 
 class SizedTexts:
     """Samples of `tasks`, as large as their length allows: pure functions of task, length, number of the sample, and
-    seed. A `TaskTexts`.
+    seed.
 
     key: that of the section `options`
 

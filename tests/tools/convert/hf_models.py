@@ -24,6 +24,7 @@ from moba_train.registry import MODEL_FAMILIES
 from moba_train.run.progress import Progress
 from moba_train.tools.convert.hf_export import read_layers
 from moba_train.tools.hf.config import read_family, read_model_config
+from moba_train.tools.hf.family import family_of
 from moba_train.tools.hf.weights import load_hf_weights
 
 VOCAB = 64
@@ -186,6 +187,12 @@ SHAPE = {
     "eos_token_id": None,
 }
 """Sizes of the models, unless FAMILIES has others."""
+
+
+def sized(model_type: str) -> dict[str, Any]:
+    """A config.json that says nothing but the sizes of a model."""
+    few = {"hidden_size": 3072, "num_hidden_layers": 2, "num_attention_heads": 32}
+    return {"model_type": model_type, **dict.fromkeys(family_of(model_type).sizes(), 4096), **few}
 
 
 def make_hf_model(family: str, folder: Path, **changes: Any) -> Any:

@@ -14,6 +14,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.rope import rope_frequencies
 from moba_train.tools.hf.config import read_family, read_model_config
+from moba_train.tools.hf.family import family_of
 from tests.attention.helpers import labelled
 from tests.tools.convert.hf_models import PUBLISHED
 
@@ -76,12 +77,12 @@ def assert_turns_as_in_transformers(ours: ModelConfig, theirs: Any) -> None:
 def test_each_default_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    assert_read_as_transformers_reads_it(tmp_path, {"model_type": model_type})
     config = SMALL | {"model_type": model_type}
     if model_type == "phi3":  # which takes yarn for longrope
         del config["rope_scaling"]
     known = {field.name for field in fields(type(AutoConfig.for_model(model_type)))}
-    for key in sorted(known | {*SMALL, "head_dim", "sliding_window", "quantization_config"}):
+    keys = known | {*SMALL, "head_dim", "sliding_window", "quantization_config"}
+    for key in sorted(keys - {*family_of(model_type).sizes()}):
         assert_read_as_transformers_reads_it(tmp_path, {name: config[name] for name in config if name != key})
         # Of a model without them transformers can make no model, or no mask.
         if key != "rope_theta" and not (
@@ -96,28 +97,35 @@ def test_each_default_is_that_of_transformers(model_type: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("model_type", PUBLISHED)
+def test_transformers_writes_every_size_and_a_config_without_one_is_refused(model_type: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    sizes = family_of(model_type).sizes()
+    assert {*sizes} <= AutoConfig.for_model(model_type).to_diff_dict().keys()
+    for size in sizes:
+        config = {key: value for key, value in SMALL.items() if key != size} | {"model_type": model_type}
+        for value in ({}, {size: None}):
+            (tmp_path / "config.json").write_text(json.dumps(config | value))
+            with pytest.raises(CheckpointError, match=f"config.json: {size} is missing, allowed: "):
+                read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
 @pytest.mark.parametrize(
     "key", ["attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings", "layer_types"]
 )
 def test_null_is_no_value_also_where_transformers_5_is_stricter_than_4(
     model_type: str, key: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, key: None}))
+    config = {name: value for name, value in SMALL.items() if name not in (key, "rope_scaling")}
+    config["model_type"] = model_type
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: None}))
     (tmp_path / "left_out").mkdir()
-    (tmp_path / "left_out" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "left_out" / "config.json").write_text(json.dumps(config))
     assert read_model_config(tmp_path) == read_model_config(tmp_path / "left_out")
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "rms_norm_eps"])
-def test_a_number_that_is_null_is_refused_as_in_transformers(key: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: None}))
-    with pytest.raises(CheckpointError, match=f"{key}: given null; allowed: "):
-        read_model_config(tmp_path)
-
-
-def test_a_length_that_is_null_is_missed_by_what_needs_it(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "max_position_embeddings": None}
-    scaled = config | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}
-    (tmp_path / "config.json").write_text(json.dumps(scaled))
-    with pytest.raises(CheckpointError, match="original_max_position_embeddings is missing; rope_type llama3"):
+def test_a_number_that_is_null_is_refused_as_in_transformers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "llama", "rms_norm_eps": None}))
+    with pytest.raises(CheckpointError, match="rms_norm_eps: given null; allowed: "):
         read_model_config(tmp_path)

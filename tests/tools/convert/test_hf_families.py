@@ -29,6 +29,7 @@ from tests.tools.convert.hf_models import (
     our_model,
     random_tokens,
     save_as_checkpoint,
+    sized,
 )
 from tests.tools.convert.test_hf_defaults import assert_turns_as_in_transformers
 from tests.tools.convert.test_hf_export import SPARSE, tensors
@@ -207,7 +208,7 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
     """A base that is not found where the other version has it has raised perplexities a thousandfold elsewhere."""
     found = []
     for changes in V4_AND_V5[model_type]:
-        config = {"model_type": model_type, "num_hidden_layers": 4} | changes
+        config = sized(model_type) | {"num_hidden_layers": 4} | changes
         (tmp_path / "config.json").write_text(json.dumps(config))
         family, read = read_family(tmp_path)
         found.append((read_model_config(tmp_path), family.attention(read), family.unread(read)))
@@ -292,7 +293,7 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
 def test_what_changes_the_function_is_refused_by_its_key(
     model_type: str, changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    config = {"model_type": model_type, "num_hidden_layers": 2} | changes
+    config = sized(model_type) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=said):
         read_model_config(tmp_path)
@@ -300,7 +301,7 @@ def test_what_changes_the_function_is_refused_by_its_key(
 
 @pytest.mark.parametrize("model_type", PUBLISHED)
 def test_a_key_that_nothing_reads_is_listed(model_type: str, tmp_path: Path) -> None:
-    config = {"model_type": model_type, "rms_norm_eps": 1e-5, "eos_token_id": 2, "attention_chunks": 3, "mu": None}
+    config = sized(model_type) | {"rms_norm_eps": 1e-5, "eos_token_id": 2, "attention_chunks": 3, "mu": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     family, read = read_family(tmp_path)
     assert family.unread(read) == ["attention_chunks"]
@@ -335,7 +336,7 @@ BY_TYPE = {"full_attention": {"rope_theta": 777.0}, "sliding_attention": {"rope_
 def test_what_changes_nothing_is_listed_by_its_key(
     model_type: str, said: dict[str, Any], unread: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 2} | said))
+    (tmp_path / "config.json").write_text(json.dumps(sized(model_type) | said))
     read_model_config(tmp_path)
     family, config = read_family(tmp_path)
     assert family.unread(config) == unread
@@ -366,7 +367,7 @@ def test_sections_that_are_not_complete_are_read_as_in_transformers(
 ) -> None:
     from transformers import AutoConfig
 
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 8} | said))
+    (tmp_path / "config.json").write_text(json.dumps(sized(model_type) | {"num_hidden_layers": 8} | said))
     ours = read_model_config(tmp_path)
     family, config = read_family(tmp_path)
     assert {rope.theta for rope in ours.rope.by_layer(8)} == thetas

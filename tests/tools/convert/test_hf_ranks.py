@@ -1,5 +1,6 @@
 """Ranks read their parts of a Hugging Face model: columns and rows with tensor parallelism, their own experts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from moba_train.tools.hf.weights import fused_tensors, load_hf_weights, places
 from tests.resolved import sharded_of
 from tests.run.test_tensor_parallel import gathered, recipe
 from tests.run.trainer_ranks import Ranks
+from tests.tools.convert.hf_models import sized
 
 MIXTURE = {"moe": {"experts": 4, "active": 2, "intermediate_size": 28, "router": {"balance": "bias"}}}
 GPT_OSS = {"qkv_bias": True, "o_bias": True, "moe": MIXTURE["moe"] | {"bias": True}}
@@ -47,7 +49,7 @@ def test_each_rank_reads_its_part_of_a_hugging_face_model(ranks: Ranks, tmp_path
     shapes = {key: tuple(tensor.shape) for key, tensor in want.items()}
     theirs = fused_tensors(places({"intermediate_size": 28}, family_of(model_type), shapes), shapes, want.__getitem__)
     save_file({name: tensor.contiguous() for name, tensor in theirs}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}", "intermediate_size": 28}}')
+    (tmp_path / "config.json").write_text(json.dumps(sized(model_type) | {"intermediate_size": 28}))
     ranks.work(load_and_collect, (str(tmp_path), str(tmp_path / "weights.pt"), name), 2)
     got = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert got.keys() == want.keys()

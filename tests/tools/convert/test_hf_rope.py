@@ -15,6 +15,8 @@ from moba_train.tools.convert.hf_export import hf_length, hf_rope
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.rope import read_rope
 
+DEFAULTS = Family.defaults | {"max_position_embeddings": 2048}
+
 YARN = {"factor": 4.0, "original_max_position_embeddings": 8192, "beta_fast": 24.0, "beta_slow": 2.0}
 LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
 
@@ -35,7 +37,7 @@ LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_fa
 def test_a_config_says_what_the_recipe_does(rope: RopeConfig, scaling: dict[str, object] | None) -> None:
     written = hf_rope(rope)
     assert written == {"rope_theta": 5e5, "rope_scaling": scaling}
-    read = read_rope(Family.defaults | written)
+    read = read_rope(DEFAULTS | written)
     assert (read, read.fast_turns) == (rope.model_copy(update={"beta_fast": read.beta_fast}), rope.fast_turns)
 
 
@@ -61,7 +63,7 @@ def test_longrope_takes_its_factors_by_the_length_of_a_runs_sequences(seq_len: i
     scaling = LONGROPE | {"rope_theta": 5e5, "original_max_position_embeddings": 64}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**common, rope_parameters=scaling))
     cos, _ = theirs(torch.zeros(1, seq_len, 8), torch.arange(seq_len)[None])
-    rope = merge_rope(read_rope(Family.defaults | common | {"rope_parameters": scaling}), None, seq_len)
+    rope = merge_rope(read_rope(DEFAULTS | common | {"rope_parameters": scaling}), None, seq_len)
     own, _ = rope_cos_sin(torch.arange(seq_len), rope, 8)
     torch.testing.assert_close(own[:, 0], cos[0, :, :4], rtol=1e-5, atol=2e-5)
     assert attention_factor(rope) == pytest.approx(math.sqrt(1 + math.log(8) / math.log(64)))
@@ -102,7 +104,7 @@ def test_keys_in_several_places_are_read_as_transformers_reads_them(config: dict
 
     common: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**common, **copy.deepcopy(config)))
-    ours = read_rope(Family.defaults | common | config)
+    ours = read_rope(DEFAULTS | common | config)
     torch.testing.assert_close(rope_frequencies(ours, 8).float(), theirs.inv_freq)
     assert attention_factor(ours) == pytest.approx(theirs.attention_scaling)
 
@@ -130,4 +132,4 @@ def test_keys_in_several_places_are_read_as_transformers_reads_them(config: dict
 )
 def test_what_cannot_be_used_is_named_with_its_place_in_the_config(scaling: object, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        read_rope(Family.defaults | {"rope_scaling": scaling})
+        read_rope(DEFAULTS | {"rope_scaling": scaling})

@@ -22,11 +22,11 @@ from moba_train.mechanisms.window import WindowKind
 from moba_train.model.transformer import Transformer
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.convert.hf_export import hf_config
-from moba_train.tools.convert.with_code import DESCRIPTIONS, LAYERS, ROPES, code_families, code_problems
+from moba_train.tools.convert.remote_code.options import LAYERS
+from moba_train.tools.convert.with_code import code_families, code_problems
 from moba_train.tools.evaluate import load_on_this_machine
 from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 from moba_train.tools.hf.config import read_model_config
-from moba_train.tools.hf.own import ROPE, SHAPE
 from moba_train.tools.inference.generate import Sampling, generate_batch
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 from tests.tools.convert import without_package
@@ -307,14 +307,12 @@ def test_the_card_says_what_the_run_knows(exported: Exported) -> None:
     assert "The run folder has no evaluation of this checkpoint." in card
 
 
-def test_the_lists_of_the_exporter_are_those_of_the_code() -> None:
-    """And the code knows every option of its kinds but the backend, which no other program has, and those that do
-    nothing unless they are given: with these it refuses a model."""
-    from moba_train.tools.convert.remote_code import attention, modeling
+def test_the_code_knows_the_options_of_its_kinds() -> None:
+    """But the backend, which no other program has, and those that do nothing unless they are given: with these it
+    refuses a model."""
+    from moba_train.tools.convert.remote_code import modeling
 
-    assert {name: kind.OPTIONS for name, kind in modeling.KINDS.items()} == LAYERS
-    assert (modeling.ROPE, {*attention.SHAPE}) == (ROPE, SHAPE)
-    assert modeling.ROPES == ROPES
+    assert modeling.KINDS.keys() == LAYERS.keys()
     for name, options in LAYERS.items():
         fields = KINDS[name].Options.model_fields
         assert options <= fields.keys()
@@ -325,7 +323,7 @@ def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path, monkey
     """A mixture of experts is one that only the code runs; its code knows all keys of the section."""
     from moba_train.tools.convert.remote_code import experts
 
-    monkeypatch.setitem(LAYERS, "window", frozenset({"window"}))
+    monkeypatch.setitem(LAYERS, "window", {"window"})
     (problem,) = code_problems([WindowKind(WindowKind.Options(window=8, sinks=2), 8)], [])
     assert problem.startswith("option 'sinks' of kind 'window' is unknown")
     parts = {"parts": [{"groups": [1], "kind": "moba_v1", "options": BLOCKS}]}
@@ -404,4 +402,4 @@ def test_without_code_there_is_a_card_and_no_code(tmp_path: Path) -> None:
     assert "other.json" not in card
     assert "trust_remote_code" not in card
     assert "any program runs with full attention in all layers. moba_train runs it with the attention above" in card
-    assert not any((tmp_path / "out" / name).exists() for name in DESCRIPTIONS)
+    assert not any((tmp_path / "out" / name).exists() for name in ("modeling_moba_train.py", "kernels"))

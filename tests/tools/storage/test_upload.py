@@ -34,7 +34,7 @@ def folders(path: Path) -> RunFolders:
 
 def start(path: Path, address: str, **options: int) -> Upload:
     """An upload that has fetched what there was."""
-    opened = Upload.open(UploadOptions(address=address, **options), folders(path))
+    opened = Upload(UploadOptions(address=address, **options), folders(path))
     wait(opened)
     return opened
 
@@ -117,7 +117,7 @@ def test_a_new_run_resumes_from_the_copy_of_another_bitwise(run: Run, tmp_path: 
 
 def fetched(path: Path, address: str) -> list[int]:
     """Steps of the checkpoints in a new run's folder that `resume_from` has fetched."""
-    source = ResumeFrom.open(ResumeFromOptions(address=address), folders(path))
+    source = ResumeFrom(ResumeFromOptions(address=address), folders(path))
     while not source.is_idle(1):
         pass
     source.copy(path)
@@ -151,7 +151,7 @@ def test_resume_from_takes_the_newest_that_is_not_in_doubt_or_the_one_that_is_na
 def test_a_store_that_hangs_keeps_no_process_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(resume_from, "complete_steps", lambda _files: {} if answers.wait(60) else None)
-    source = ResumeFrom.open(ResumeFromOptions(address=f"file://{tmp_path}"), folders(tmp_path))
+    source = ResumeFrom(ResumeFromOptions(address=f"file://{tmp_path}"), folders(tmp_path))
     assert not source.is_idle(0.01)
     assert [one.daemon for one in threading.enumerate() if one.name.startswith("resume-from")] == [True]
     answers.set()
@@ -369,7 +369,7 @@ def test_a_run_is_refused_where_the_store_cannot_be_used(
     assert not (run.run_dir / "metrics.jsonl").exists()
 
     save(tmp_path / "b", 100)
-    uploads = Upload.open(UploadOptions(address=address), folders(tmp_path / "b"))
+    uploads = Upload(UploadOptions(address=address), folders(tmp_path / "b"))
     ((text, good),) = wait(uploads)
     assert not good
     assert text.endswith("the run goes on from what is in its folder")
@@ -459,13 +459,13 @@ def test_what_is_fetched_is_not_taken_for_what_a_kill_has_left(run: Run, monkeyp
     leftover = run.run_dir / "checkpoints" / ".tmp-step_00000004-01234567"
     leftover.mkdir(parents=True)
     run.recipe["checkpoint"]["upload"] = f"file://{run.folder}/store"
-    opened = Upload.open
+    made = Upload.__init__
 
-    def fetching(options: UploadOptions, of_run: RunFolders) -> Upload:
+    def fetching(upload: Upload, options: UploadOptions, of_run: RunFolders) -> None:
         assert not leftover.exists(), "is removed before a fetch begins"
-        return opened(options, of_run)
+        made(upload, options, of_run)
 
-    monkeypatch.setattr(Upload, "open", fetching)
+    monkeypatch.setattr(Upload, "__init__", fetching)
     assert run.train_here("--stop-at-step", "1") == 0
 
 

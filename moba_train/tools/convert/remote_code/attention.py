@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from .cache import Kept, Text, Texts, wide
+from .options import LAYERS, SHAPE
 
 _SCORES = 2**26
 """Scores in memory at a time."""
@@ -323,24 +324,6 @@ def _attend_from_many(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, bloc
     return (out_Xxd / sum_Xx[..., None]).view_as(call.q).to(call.q.dtype)
 
 
-SHAPE: dict[str, Any] = {
-    "qkv_bias": False,
-    "o_bias": False,
-    "qk_norm": False,
-    "norms": "pre",
-    "centered_norms": False,
-    "activation": "silu",
-    "embedding_scale": 1.0,
-    "attention_scale": None,
-    "residual_scale": 1.0,
-    "logits_divisor": 1.0,
-    "logits_cap": None,
-    "sink_layers": [],
-    "gate_layers": [],
-    "output_gate": "channel",
-    "moe": None,
-}
-"""Keys that `moba.model` of config.json may have, with the values of Llama, where it has none."""
 _PLAIN: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
 """Values that the model_type of an ordinary model stands for."""
 
@@ -371,7 +354,6 @@ def norm_of(config: Any, width: int) -> nn.Module:
 class Kind(nn.Module):
     """Kind of attention of a layer, with its own parameters if it has any. Here: `full`."""
 
-    OPTIONS: frozenset[str] = frozenset()
     takes_sink = True
     keeps_state = False
     """True if a state stands for the keys and values of all tokens."""
@@ -383,9 +365,9 @@ class Kind(nn.Module):
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__()
         given = {key for key, value in options.items() if value is not None}
-        unknown = sorted(given - self.OPTIONS - {"kind"})
-        if unknown:
-            raise ValueError(f"moba.layers: {options['kind']} has {unknown[0]!r}, allowed: {', '.join(self.OPTIONS)}")
+        allowed = LAYERS[options["kind"]]
+        if unknown := sorted(given - allowed - {"kind"}):
+            raise ValueError(f"moba.layers: {options['kind']} has {unknown[0]!r}, allowed: {', '.join(allowed)}")
         self.options = options
         self.implementation: str = config._attn_implementation
 
@@ -405,7 +387,6 @@ class Kind(nn.Module):
 class Window(Kind):
     """Kind `window`."""
 
-    OPTIONS = frozenset({"window", "sinks"})
     decodes_full = False
 
     def forward(self, call: Call) -> Tensor:
@@ -414,9 +395,7 @@ class Window(Kind):
 
 
 class Moba(Kind):
-    """Kind `moba`."""
-
-    OPTIONS = frozenset({"block_size", "topk", "select", "always", "key_conv"})
+    """Kinds `moba`, and with an option `window` `moba_window`."""
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__(config, options, layer)
@@ -452,13 +431,7 @@ class Moba(Kind):
         return attend_to_blocks(call, choose, block_size, width=call.k.shape[2] // block_size)
 
 
-class MobaWindow(Moba):
-    """Kind `moba_window`."""
-
-    OPTIONS = Moba.OPTIONS | {"window"}
-
-
-KINDS: dict[str, type[Kind]] = {"full": Kind, "window": Window, "moba": Moba, "moba_window": MobaWindow}
+KINDS: dict[str, type[Kind]] = {"full": Kind, "window": Window, "moba": Moba, "moba_window": Moba}
 """Kinds of attention by name; other files add theirs."""
 
 

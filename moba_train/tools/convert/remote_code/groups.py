@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .attention import KINDS, Call, Kind, New, Rotary
 from .cache import Kept, Texts
+from .options import LAYERS
 
 
 class ByGroup(Kind):
     """Kind `by_group`. Groups that no part names have full attention."""
 
-    OPTIONS = frozenset({"parts", "mode"})
     takes_sink = False
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
@@ -40,7 +40,7 @@ class ByGroup(Kind):
             smaller.num_key_value_heads = len(groups)
             smaller.num_attention_heads = len(groups) * (config.num_attention_heads // self.kv_heads)
             own = given[name] | {"kind": name}
-            if options.get("mode") is not None and "mode" in KINDS[name].OPTIONS:
+            if options.get("mode") is not None and "mode" in LAYERS[name]:
                 own["mode"] = options["mode"]
             self.add_module(name, KINDS[name](smaller, own, layer))
         self.in_parts = all(KINDS[name].in_parts for name in self.groups)

@@ -50,8 +50,6 @@ class Linear(Kind):
 class Lightning(Linear):
     """S_t = lambda S_(t-1) + silu(k_t)^T v_t, out_t = RMSNorm(silu(q_t) S_t) * sigmoid(W x_t)."""
 
-    OPTIONS = frozenset({"decay"})
-
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__(config, options, layer)
         self.gate = nn.Linear(config.hidden_size, self.heads * self.width, bias=False)

@@ -40,11 +40,8 @@ from . import groups, linear, nsa, selectors  # noqa: F401  # each adds its kind
 from .attention import KINDS, Call, New, Rotary, load_kernels, norm_of, shape_of
 from .cache import BlockCacheLayer, Kept, StaticBlockCacheLayer, Text, Texts
 from .experts import MixtureOfExperts
+from .options import ROPE, ROPES
 
-ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "fraction"})
-"""Keys of a rotary embedding."""
-ROPES = ("none", "abf", "pi", "yarn", "llama3", "nope")
-"""Its kinds."""
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The output's name of the cache, which transformers has changed."""
 

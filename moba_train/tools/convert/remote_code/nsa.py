@@ -67,9 +67,6 @@ class KeysAndValues(nn.Module):
 class Nsa(Kind):
     """Kind `nsa`."""
 
-    OPTIONS = frozenset(
-        {"compressed_block", "stride", "hidden", "block_size", "topk", "first", "local", "window", "separate_kv"}
-    )
     takes_sink = False
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:

@@ -39,9 +39,6 @@ from .cache import Kept, Texts, wide
 class Msa(Kind):
     """Kind `msa`."""
 
-    OPTIONS = frozenset(
-        {"mode", "block_size", "topk", "index_dim", "index_keys", "train_gate", "kl_weight", "kl_every"}
-    )
     takes_sink = False
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
@@ -104,8 +101,6 @@ class Msa(Kind):
 class Qsa(Msa):
     """Kind `qsa`."""
 
-    OPTIONS = Msa.OPTIONS - {"index_keys"}
-
     def key_heads(self, config: Any) -> int:
         return int(config.num_key_value_heads)
 
@@ -119,8 +114,6 @@ class Qsa(Msa):
 
 class Indexer(Qsa):
     """Kind `indexer`."""
-
-    OPTIONS = Qsa.OPTIONS | {"first_blocks", "local_blocks", "top_p", "index_heads", "coarse"}
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__(config, options, layer)
@@ -201,7 +194,6 @@ class Seer(Kind):
     """Kind `seer`. Tokens behind a prompt attend to every token before, as the mean query of their block is not known
     yet; the prompt comes in one call."""
 
-    OPTIONS = frozenset({"mode", "block_size", "topk", "threshold", "gate_dim", "train_gate", "kl_weight", "kl_every"})
     takes_sink = False
     in_parts = False
 
@@ -249,7 +241,6 @@ class Seer(Kind):
 class InfLLMV2(Kind):
     """Kind `infllm_v2`."""
 
-    OPTIONS = frozenset({"block_size", "topk", "first_blocks", "local_blocks", "window", "stride", "dense_len"})
     takes_sink = False
 
     def attend_to_all(self, call: Call) -> Tensor:
