@@ -32,7 +32,7 @@ from moba_train.errors import ConfigError
 from moba_train.memory.devices import Device
 from moba_train.model.build import build_attention, build_model, initialize_weights
 from moba_train.optim.spec import block_matrices, is_trainable, set_trainable
-from moba_train.parallel.world import World, gather_over_ranks
+from moba_train.parallel.world import World, gather
 from moba_train.registry import FEED_FORWARDS, OPTIMIZERS, TRANSPORTS
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import ResolvedRun
@@ -323,8 +323,8 @@ def add_noise(model: nn.Module, seed: int) -> None:
 
 
 def on_ranks(case: Case, world: World) -> Found:
-    """Whole results of one step on the ranks of `world`, float64 by default; called on all of them together. A
-    number that differs between ranks which hold copies of it has a second name."""
+    """Whole results of one step on the ranks of `world`, float64 by default; called on all of them together, for the
+    first. A number that differs between ranks which hold copies of it has a second name."""
     run = resolved(case)
     (stage,), (layout,) = run.stages, run.layouts
     learner = Learner(run, world)
@@ -343,7 +343,7 @@ def on_ranks(case: Case, world: World) -> Found:
     learner.update(LR, result.numbers["grad_norm"])
     found |= {f"weight {name}": whole(weight) for name, weight in learner.model.named_parameters()}
     every: Found = {}
-    for of_rank in gather_over_ranks(found):
+    for of_rank in gather(found):
         for name, value in of_rank.items():
             if not torch.equal(every.setdefault(name, value), value):
                 every[f"{name}, which differs between ranks"] = value

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from moba_train.errors import ConfigError
-from moba_train.parallel.world import gather_over_ranks, joined_world
+from moba_train.parallel.world import gather, joined_world
 from tests.conformance.faults import FAULTS
-from tests.conformance.layouts import SIZES, Case, Found, differences, on_one_device, on_ranks, resolved
+from tests.conformance.layouts import SIZES, Case, differences, on_one_device, on_ranks, resolved
 from tests.run.trainer_ranks import Ranks
 
 GROUP = 8
@@ -28,13 +28,12 @@ def worker(lines: Sequence[str], fault: str | None, output: str) -> None:
     try:
         with joined_world(timedelta(minutes=4)) as world:
             own = {index: on_one_device(cases[index]) for index in range(world.rank, len(cases), world.size)}
-            wanted: dict[int, Found] = {}
-            for of_rank in gather_over_ranks(own):
-                wanted |= of_rank
+            wanted = {index: found for of_rank in gather(own) for index, found in of_rank.items()}
             problems = []
             for index, case in enumerate(cases):
                 with FAULTS[fault]() if fault else nullcontext():
-                    problems.append(differences(on_ranks(case, world), wanted[index]))
+                    found = on_ranks(case, world)
+                problems.append(differences(found, wanted[index]) if world.is_main else [])
             if world.is_main:
                 Path(output).write_text(json.dumps(problems))
     except BaseException:

@@ -26,7 +26,7 @@ from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients, most_likely_tokens, token_losses
 from moba_train.parallel.pipeline import schedule
-from moba_train.parallel.world import joined_world
+from moba_train.parallel.world import gather, joined_world
 from tests.attention.helpers import labelled
 from tests.resolved import shard_of, sharded_of, spec_of, stages_of
 from tests.run.trainer_ranks import Ranks
@@ -176,14 +176,13 @@ def worker(cases: list[Case], output: str) -> None:
             found |= {f"norm of layer {i}": torch.tensor(norm) for i, norm in enumerate(layers)}
             found |= {f"norm of {name}": torch.tensor(norm) for name, norm in ends.items()}
             mine = {
-                name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()
+                name: (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()
+                for name, value in found.items()
             }
-            of_ranks: list[Any] = [None] * world.size
-            dist.all_gather_object(of_ranks, {name: value.cpu() for name, value in mine.items()})
-            for name, value in [item for of_rank in of_ranks for item in of_rank.items()]:
-                same = [other[name] for other in of_ranks if name in other]
-                assert all(torch.equal(value, one) for one in same), f"{name} differs between ranks"
-            every.append({name: value for of_rank in of_ranks for name, value in of_rank.items()})
+            whole: Found = {}
+            for name, value in (item for of_rank in gather(mine) for item in of_rank.items()):
+                assert torch.equal(whole.setdefault(name, value), value), f"{name} differs between ranks"
+            every.append(whole)
         if world.is_main:
             torch.save(every, output)
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import moba_train
@@ -27,7 +28,7 @@ def write_kernels(output: Path) -> None:
     """Write the kernels into the folder of an export."""
     folder = output / FOLDER
     digest = hashlib.sha256()
-    for path in sorted(_needed()):
+    for path in _needed():
         target = folder / ("__init__.py" if path == _ENTRY else path)
         target.parent.mkdir(parents=True, exist_ok=True)
         # One dot is the file's own package; the root has one for an entry, and one more for each folder below.
@@ -46,8 +47,10 @@ def write_kernels(output: Path) -> None:
     write_new(folder / "metadata.json", json.dumps(metadata, indent=2) + "\n")
 
 
-def _needed() -> set[str]:
-    """Files of our package, relative to it: the entry, the kernels and all that these import."""
+@cache
+def _needed() -> tuple[str, ...]:
+    """Files of our package, relative to it: the entry, the kernels and all that these import. Read once: exports of
+    several models write the same ones."""
     found: set[str] = set()
     waiting = [_ENTRY, *(f"attention/kernels/{row.file}" for row in KERNELS if row.does == "forward")]
     while waiting:
@@ -58,7 +61,7 @@ def _needed() -> set[str]:
             # Folders are packages, whose own files are imported first.
             parents = [f"{parent}/__init__.py" for parent in Path(path).parents if path != _ENTRY and parent.name]
             waiting += [file for file in parents if (_PACKAGE / file).is_file()]
-    return found
+    return tuple(sorted(found))
 
 
 def _imported(path: str) -> Iterator[str]:
