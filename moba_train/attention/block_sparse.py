@@ -124,8 +124,11 @@ class GivenBlocks(LocalAttention, TakesSelection, Probed):
         raise RuntimeError("GivenBlocks selects nothing by itself: call Shard.attend with the selected blocks")
 
     def given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
-        """The given blocks, and what the backend keeps with them. Raises ValueError, on a CPU alone, for blocks that the
-        kernels of GPUs would read wrongly: they mask nothing in a selected block."""
+        """The given blocks, and what the backend keeps with them.
+
+        Raises ValueError, on a CPU alone, for blocks that Triton's kernels would read wrongly: they mask nothing in a
+        selected block.
+        """
         if selected_HTC.device.type == "cpu":
             self._check(selected_HTC, layout)
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=k_SKD.shape[1])

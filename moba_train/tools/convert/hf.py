@@ -47,7 +47,7 @@ from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokeniz
 from moba_train.tools.convert.model_card import CARD, model_card
 from moba_train.tools.convert.new_folder import check_new_folder, new_folder
 from moba_train.tools.convert.with_code import DESCRIPTIONS, code_config, code_families, code_problems, write_code
-from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
+from moba_train.tools.hf.config import CONFIG, read_family, read_length, read_model_config
 from moba_train.tools.hf.family import OF_FAMILIES, Family, family_of
 from moba_train.tools.hf.mxfp4 import open_weights
 from moba_train.tools.hf.weights import buffer_shapes, check_hf_weights, fused_tensors, parameter_shapes, places
@@ -98,8 +98,6 @@ def _gigabytes(files: list[Path]) -> str:
 
 
 RECIPE = "recipe.yaml"
-LONGEST = 1 << 40
-"""Longest sequence that a config.json may give, in tokens."""
 
 
 def import_from_hf(folder: Path, output: Path, experts: int | None = None, active: int | None = None) -> list[str]:
@@ -116,7 +114,7 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     model = read_model_config(folder)
     family, contents = read_family(folder)
     files = open_weights(folder)
-    length = _length(folder)
+    length = read_length(folder)
     layers = read_layers(folder)
     run = resolve_unchecked(RunConfig.model_validate(_recipe_values(folder, output, model, layers, length)))
     kinds = build_attention(run.stages[0].attention, model.head_width)
@@ -163,22 +161,12 @@ def _save_weights(
     publish.publish(temporary, 0, written)
 
 
-def _length(folder: Path) -> int:
-    """Sequence length of the model in `folder`."""
-    length = read_config(folder)["max_position_embeddings"]
-    if type(length) is not int or not 1 <= length <= LONGEST:
-        raise CheckpointError(
-            f"{folder / CONFIG}: max_position_embeddings is {given(length)}; allowed: integer >= 1 and <= {LONGEST}"
-        )
-    return length
-
-
 def imported_recipe(folder: Path, output: Path) -> RunConfig:
     """Recipe of the model in `folder` with its tokenizer in `output`. Its corpora are placeholders.
 
     Raises CheckpointError when our Transformer does not implement the model.
     """
-    values = _recipe_values(folder, output, read_model_config(folder), read_layers(folder), _length(folder))
+    values = _recipe_values(folder, output, read_model_config(folder), read_layers(folder), read_length(folder))
     return RunConfig.model_validate(values)
 
 
