@@ -69,7 +69,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         """The member, imported at the first use. Raises KeyError for an unknown name, UserError for what cannot be
-        imported or is no member, and for a name that two packages have."""
+        imported or is no member, and for a name that two packages have or that is not the member's own."""
         if name not in self._loaded:
             self._loaded[name] = self._load(self._found[name])
         return self._loaded[name]
@@ -91,6 +91,10 @@ class Registry(Mapping[str, T], Generic[T]):
             raise UserError(
                 f"{given} of the package {_package(entry)!r} is none: it lacks {', '.join(missing)}; "
                 "docs/explanation/architecture.md says how to add one"
+            )
+        if isinstance(name := getattr(member, "name", None), str) and name != entry.name:
+            raise UserError(
+                f"{given} of the package {_package(entry)!r} has the name {name!r}; allowed: that of its entry point"
             )
         return member
 

@@ -222,6 +222,7 @@ BROKEN = """
 crashes = broken.crash:Kind
 empty = broken:Other
 moba = broken:Other
+renamed = broken:Named
 [moba_train.evaluations]
 crashes = broken.crash:Evaluation
 [moba_train.optimizers]
@@ -238,7 +239,9 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package is installed whose members cannot be used."""
     root = tmp_path / "site"
     (root / "broken").mkdir(parents=True)
-    (root / "broken/__init__.py").write_text("class Other:\n    pass\n")
+    (root / "broken/__init__.py").write_text(
+        "class Other:\n    pass\nclass Named:\n    name, Options, mix, costs = 'named', None, None, None\n"
+    )
     (root / "broken/crash.py").write_text("raise OSError('no library')\n")
     (root / "broken-1.0.dist-info").mkdir()
     (root / "broken-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
@@ -261,6 +264,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (ATTENTION_KINDS, "crashes", r"attention kind 'crashes': broken\.crash:Kind cannot be imported: .*'broken'"),
         (ATTENTION_KINDS, "empty", r"broken:Other of the package 'broken' is none: it lacks Options, mix, pairs"),
         (ATTENTION_KINDS, "moba", r"moba_kind:MobaKind and broken:Other have one name; allowed: .*'broken'"),
+        (ATTENTION_KINDS, "renamed", r"has the name 'named'; allowed: that of its entry point"),
         (OPTIMIZERS, "empty", r"it lacks Options, build, state_bytes"),
         (TRANSPORTS, "empty", r"it lacks make, cost, check_sizes"),
         (TELEMETRY_SINKS, "gone", r"telemetry sink 'gone': broken:Gone cannot be imported"),

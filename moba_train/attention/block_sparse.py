@@ -17,7 +17,7 @@ from moba_train.attention.facets import Decodes, Probed, SelectedBlocks, TakesSe
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.cached_keys import CachedKeys
-from moba_train.attention.kernels.common.geometry import block_bound, first_blocks
+from moba_train.attention.kernels.common.geometry import block_bound, first_blocks, query_blocks
 from moba_train.attention.kernels.common.selection import Choice, selection_statistics
 from moba_train.attention.kernels.table import kernel_decodes
 from moba_train.attention.kind import StageContext
@@ -145,8 +145,26 @@ class GivenBlocks(LocalAttention, TakesSelection, Probed):
         raise RuntimeError("GivenBlocks selects nothing by itself: call Shard.attend with the selected blocks")
 
     def given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
-        """The given blocks, and what the backend keeps with them."""
+        """The given blocks, and what the backend keeps with them.
+
+        Raises ValueError, on a CPU alone, for blocks that Triton's kernels would read wrongly: they mask nothing in a
+        selected block.
+        """
+        if selected_HTC.device.type == "cpu":
+            self._check(selected_HTC, layout)
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=k_SKD.shape[1])
+
+    def _check(self, selected_HTC: Tensor, layout: Layout) -> None:
+        own_T, first_T = query_blocks(layout, self.blocks.block_size)
+        before_HTC = torch.nn.functional.pad(selected_HTC[..., :-1], (1, 0), value=-2)
+        is_next = (selected_HTC > before_HTC) & (before_HTC != -1)
+        is_history = (first_T[:, None] <= selected_HTC) & (selected_HTC < own_T[:, None])
+        if wrong := ((selected_HTC != -1) & ~(is_next & is_history)).nonzero()[:1].tolist():
+            head, query, _ = wrong[0]
+            raise ValueError(
+                f"blocks of query {query} in head {head}: given {selected_HTC[head, query].tolist()}; allowed: blocks "
+                f"from {first_T[query]} up to, and without, its own block {own_T[query]}, ascending, -1 behind"
+            )
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `given_selection`'s, contents undefined."""

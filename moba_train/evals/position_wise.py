@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from moba_train.config.base import format_count
 from moba_train.config.evaluation import PositionWiseConfig
+from moba_train.config.mesh import divisors
 from moba_train.data.batch import collate
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.data.samples import Sample
@@ -51,7 +52,8 @@ class LongDocumentEvaluation(Evaluation[AnyOptions]):
         bucket = getattr(options, "bucket", 1)
         if stage.evaluate and stage.seq_len % bucket:
             given = f"{cls.key}.bucket: given {bucket}"
-            yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}"
+            near = min(divisors(stage.seq_len), key=lambda size: abs(size - bucket))
+            yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}; nearest: {near}"
 
     def _curves(self, context: EvaluationContext, bucket: int) -> "dict[str, PositionWiseLoss]":
         """The loss by position, in buckets, with each attention."""

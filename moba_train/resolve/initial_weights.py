@@ -51,6 +51,10 @@ class WeightSource(ABC):
         """The `model` section that describes the weights."""
 
     @abstractmethod
+    def length(self, folder: Path) -> int:
+        """Tokens of the longest sequence that the weights were made for."""
+
+    @abstractmethod
     def check(self, model: ModelConfig, folder: Path) -> None:
         """Compare the names and shapes in `folder` with those of the model."""
 
@@ -86,6 +90,17 @@ def source_model(folder: Path) -> ModelConfig:
     if run.setup.spec.adapters is not None:
         raise CheckpointError(f"{folder} holds adapters alone; merge them first: moba-train convert moba-to-hf")
     return run.setup.shape.model_copy(update={"rope": saved_stage(checkpoint, run.stages).rope})
+
+
+def source_length(folder: Path) -> int:
+    """Tokens of the longest sequence that the model in `folder` was made for; of a checkpoint, that of its stage.
+
+    Raises UserError as `source_model`.
+    """
+    if source := foreign_source(folder):
+        return source.length(folder)
+    checkpoint, _held = find_checkpoint(folder)
+    return saved_stage(checkpoint, resolve_unchecked(saved_recipe(checkpoint)).stages).seq_len
 
 
 def load_initial_weights(model: Transformer, folder: Path) -> str:

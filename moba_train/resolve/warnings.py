@@ -20,7 +20,15 @@ from moba_train.model.feed_forward import feed_forward_costs
 from moba_train.model.spec import ModelSpec, Shapes
 from moba_train.resolve.data import recorded_tokenizers
 from moba_train.resolve.evaluations import evaluation_settings, evaluation_warnings
-from moba_train.resolve.initial_weights import foreign_source, initial_tokenizers, left_out_kinds, unread_folder
+from moba_train.resolve.initial_weights import (
+    comparable,
+    foreign_source,
+    initial_tokenizers,
+    left_out_kinds,
+    source_length,
+    source_model,
+    unread_folder,
+)
 from moba_train.resolve.run import ResolvedRun
 
 NamedSources = Sequence[tuple[str, SourceConfig]]
@@ -55,6 +63,7 @@ def recipe_warnings(run: ResolvedRun) -> list[str]:
         *_checkpointing_warnings(spec.config, run.memory.checkpointing),
         *(_initial_weight_warnings(spec, initial) if initial else ()),
         *(_initial_tokenizer_warnings(sources, initial) if initial else ()),
+        *(_length_warnings(spec.config, run.stages, initial) if initial else ()),
         *(_foreign_warnings(run.stages[0], initial) if initial else ()),
     ]
 
@@ -167,6 +176,20 @@ def _initial_weight_warnings(spec: ModelSpec, folder: Path) -> Iterator[str]:
             f"{named_layers(layers)}, which no stage of this recipe uses there: they "
             "are left out; use the kind in a stage to keep them"
         )
+
+
+def _length_warnings(model: ModelConfig, stages: Iterable[Stage], folder: Path) -> Iterator[str]:
+    """Stages with longer sequences than the model in `folder`, `init_from`, was made for, and its rotary embedding."""
+    with suppress(UserError):
+        longest, theirs = source_length(folder), comparable(source_model(folder))["rope"]
+        for stage in stages:
+            ours = comparable(model.model_copy(update={"rope": stage.rope}))["rope"]
+            if stage.seq_len > longest and ours == theirs:
+                yield (
+                    f"stages[{stage.index}].rope: {stage.name!r} has sequences of {stage.seq_len} tokens, and the "
+                    f"rotary embedding of init_from ({folder}), which was made for {longest}; set one for that length "
+                    "(docs/how-to/stages.md), unless the stage is to teach the model the new positions"
+                )
 
 
 def _foreign_warnings(stage: Stage, folder: Path) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
@@ -289,3 +290,22 @@ def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(
         added = sum(part for part in parts if part is not None)
         assert isinstance(added, torch.Tensor)
         assert torch.equal(added, summary)
+
+
+@pytest.mark.parametrize(
+    "selected",
+    [
+        pytest.param([3, -1], id="later"),
+        pytest.param([2, -1], id="own"),
+        pytest.param([0, -1], id="another document"),
+        pytest.param([-1, 1], id="behind none"),
+        pytest.param([1, 1], id="twice"),
+    ],
+)
+def test_given_blocks_that_a_kernel_would_read_wrongly_are_refused(selected: list[int]) -> None:
+    layout = packed_layout([4, 12])  # blocks 0, and 1 to 3
+    given = torch.full((1, 16, 2), -1, dtype=torch.int32)
+    given[0, 8] = torch.tensor(selected)
+    q_THD, k_TKD, _ = make_qkv(16, 1, 1, HEAD_DIM)
+    with pytest.raises(ValueError, match=r"query 8 in head 0: given .*from 1 up to, and without, its own block 2"):
+        GivenBlocks(4, 2, HEAD_DIM, "auto", "key").given_selection(given, q_THD, k_TKD, layout)

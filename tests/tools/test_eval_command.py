@@ -185,7 +185,7 @@ def test_every_problem_names_its_option(run: Path, project: Path, tmp_path: Path
     assert "did you mean 'sequences'" in evaluate(run, "evaluation.sequencse=3", code=2)
     assert "nope.idx" in evaluate(run, "--data", "nope", code=2)
     bucket = evaluate(run, "--seq-len", "48", "evaluation.position_wise.bucket=32", code=2)
-    assert "bucket: given 32, which does not divide stages[1].seq_len 48" in bucket
+    assert "bucket: given 32, which does not divide stages[1].seq_len 48; nearest: 24" in bucket
     foreign = tmp_path / "foreign"
     write_corpus(foreign, 2)
     evaluate(run, "--data", foreign)

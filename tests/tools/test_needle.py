@@ -278,7 +278,7 @@ def test_samples_that_cannot_be_made_are_refused_before_training(
 
 def test_a_stage_without_a_length_that_fits_says_what_is_missing(texts: Path) -> None:
     config = recipe(texts, 64, {"needle": {}})
-    assert "none is at most the stage's seq_len 64" in built(Needle, config).missing
+    assert "lengths: given 64, which leaves " in built(Needle, config).missing
 
 
 def test_a_checkpoint_that_is_evaluated_at_another_length_keeps_its_trained_length(

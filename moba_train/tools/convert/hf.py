@@ -47,7 +47,7 @@ from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokeniz
 from moba_train.tools.convert.model_card import CARD, model_card
 from moba_train.tools.convert.new_folder import check_new_folder, new_folder
 from moba_train.tools.convert.with_code import code_config, code_families, code_problems, write_code
-from moba_train.tools.hf.config import CONFIG, read_family, read_model_config
+from moba_train.tools.hf.config import CONFIG, read_family, read_length, read_model_config
 from moba_train.tools.hf.family import OF_FAMILIES, Family, family_of
 from moba_train.tools.hf.mxfp4 import open_weights
 from moba_train.tools.hf.weights import buffer_shapes, check_hf_weights, fused_tensors, parameter_shapes, places
@@ -56,8 +56,6 @@ from moba_train.tools.saved_recipe import SavedRun
 from moba_train.tools.text_tokenizer import load_text_tokenizer
 
 RECIPE = "recipe.yaml"
-LONGEST = 1 << 40
-"""Longest sequence that a config.json may give, in tokens."""
 
 
 def import_from_hf(folder: Path, output: Path, experts: int | None = None, active: int | None = None) -> list[str]:
@@ -119,16 +117,6 @@ def _save_weights(
     publish.publish(temporary, 0, written)
 
 
-def _length(folder: Path) -> int:
-    """Sequence length of the model in `folder`."""
-    length = read_family(folder)[1]["max_position_embeddings"]
-    if type(length) is not int or not 1 <= length <= LONGEST:
-        raise CheckpointError(
-            f"{folder / CONFIG}: max_position_embeddings is {given(length)}; allowed: integer >= 1 and <= {LONGEST}"
-        )
-    return length
-
-
 def imported_recipe(folder: Path, output: Path) -> RunConfig:
     """Recipe of the model in `folder` with its tokenizer in `output`. Its corpora are placeholders.
 
@@ -140,7 +128,7 @@ def imported_recipe(folder: Path, output: Path) -> RunConfig:
 def _recipe_values(folder: Path, output: Path, model: ModelConfig) -> dict[str, Any]:
     """Contents of a recipe for `model`, that of `folder`, in `output`, with its tokenizer there, and placeholders for
     its corpora."""
-    length = _length(folder)
+    length = read_length(folder)
     # Also for ".", and with hyphens for characters that the name of a run may not have.
     name = re.sub(r"[^A-Za-z0-9._-]", "-", os.path.basename(os.path.abspath(output))) or "imported"
     recipe: dict[str, Any] = {

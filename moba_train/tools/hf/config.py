@@ -15,6 +15,8 @@ from moba_train.model.rope import longrope_problems
 from moba_train.tools.hf.family import Family, family_of
 
 CONFIG = "config.json"
+LONGEST = 1 << 40
+"""Longest sequence that a config.json may give, in tokens."""
 
 
 def is_hf_folder(folder: Path) -> bool:
@@ -41,6 +43,17 @@ def read_family(folder: Path) -> tuple[Family, dict[str, Any]]:
         return family, family.completed(config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def read_length(folder: Path) -> int:
+    """Tokens of the longest sequence of the model in `folder`. Raises CheckpointError as `read_family`, and where it is
+    none."""
+    length = read_family(folder)[1]["max_position_embeddings"]
+    if type(length) is not int or not 1 <= length <= LONGEST:
+        raise CheckpointError(
+            f"{folder / CONFIG}: max_position_embeddings is {given(length)}; allowed: integer >= 1 and <= {LONGEST}"
+        )
+    return length
 
 
 def read_model_config(folder: Path) -> ModelConfig:

@@ -21,7 +21,15 @@ from moba_train.errors import CheckpointError, named_layers
 from moba_train.model.spec import Shapes, kind_of_parameter, kind_prefix, model_spec
 from moba_train.model.transformer import Transformer
 from moba_train.resolve.initial_weights import WeightSource
-from moba_train.tools.hf.config import CONFIG, is_hf_folder, moba_layers, parse_layer, read_family, read_model_config
+from moba_train.tools.hf.config import (
+    CONFIG,
+    is_hf_folder,
+    moba_layers,
+    parse_layer,
+    read_family,
+    read_length,
+    read_model_config,
+)
 from moba_train.tools.hf.family import NUMBER, Family, Fused
 from moba_train.tools.hf.files import SafetensorsFolder
 from moba_train.tools.hf.mxfp4 import open_weights
@@ -161,6 +169,10 @@ class HuggingFace(WeightSource):
     def model(self, folder: Path) -> ModelConfig:
         """As `read_model_config`."""
         return read_model_config(folder)
+
+    def length(self, folder: Path) -> int:
+        """As `read_length`."""
+        return read_length(folder)
 
     def check(self, model: ModelConfig, folder: Path) -> None:
         """As `check_hf_weights`."""

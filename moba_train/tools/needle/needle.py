@@ -56,7 +56,12 @@ class Needle(Evaluation[NeedleConfig]):
             self.lengths = [length for length in self.lengths if self._texts.fits(length)]
         if not self.lengths:
             seq_len = setting.stage.seq_len
-            self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {seq_len} and holds a needle"
+            self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {seq_len}"
+            if options.lengths is None:
+                try:
+                    self._texts.check(seq_len)
+                except DataError as error:  # by how much the needles do not fit
+                    self.missing = str(error)
 
     @classmethod
     def problems(cls, options: NeedleConfig, setting: EvaluationSetting) -> Iterator[str]:

@@ -5,6 +5,7 @@ from typing import ClassVar, TypeVar
 
 from moba_train.config.base import format_count
 from moba_train.config.explain import did_you_mean
+from moba_train.errors import DataError
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.tools.needle.answers import generated_answers, predicted_answers, share
 from moba_train.tools.needle.full_answers import answer_modes, answer_problems
@@ -39,7 +40,13 @@ class TaskScores(Evaluation[AnyTasks]):
             ]
         if not self.lengths:
             seq_len = setting.stage.seq_len
-            self.missing = f"{self.key}.lengths: none is at most seq_len {seq_len} and holds every task"
+            self.missing = f"{self.key}.lengths: none is at most seq_len {seq_len}"
+            if options.lengths is None:
+                try:
+                    for task in self._tasks:
+                        self._texts.check(task, seq_len)
+                except DataError as error:  # by how much a task does not fit
+                    self.missing = str(error)
 
     @classmethod
     def texts(cls, options: AnyTasks, setting: EvaluationSetting) -> SizedTexts:

@@ -106,6 +106,25 @@ def test_a_run_is_warned_of_windows_that_it_leaves_out_and_of_keys_that_nothing_
     assert said()[-1] == unread
 
 
+def test_a_run_is_warned_of_sequences_that_its_rotary_embedding_is_too_short_for(run: Run, tmp_path: Path) -> None:
+    make_hf_model("qwen3", tmp_path / "hf", max_position_embeddings=64)
+    run.recipe["init_from"] = str(tmp_path / "hf")
+    run.recipe["model"] = imported_recipe(tmp_path / "hf", tmp_path / "hf").model.model_dump()
+    short, long = run.recipe["stages"]
+    short.pop("rope", None)
+    rope = long.pop("rope")
+
+    def said() -> list[str]:
+        warnings = recipe_warnings(resolve_unchecked(load_config(run.write_recipe())))
+        return [warning for warning in warnings if "rotary embedding" in warning]
+
+    (warning,) = said()
+    assert warning.startswith("stages[1].rope: 'long' has sequences of 128 tokens, and the rotary embedding")
+    assert "which was made for 64; set one" in warning
+    long["rope"] = rope
+    assert said() == []
+
+
 def test_a_run_is_warned_of_a_cap_that_it_leaves_out(run: Run, tmp_path: Path) -> None:
     make_hf_model("gemma2", tmp_path / "hf")
     run.recipe["init_from"] = str(tmp_path / "hf")
