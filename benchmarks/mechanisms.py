@@ -16,6 +16,7 @@ benchmarks/measured/attention-kinds.md`.
 """
 
 import argparse
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -71,7 +72,7 @@ class Row:
         kind, _, options = text.partition(":")
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is not a registered attention; allowed: {', '.join([*KINDS, *PEERS])}")
-        pairs = [option.partition("=") for option in options.split(",") if option]
+        pairs = [option.partition("=") for option in re.split(r",(?![^[]*\])", options) if option]
         given = {name: yaml.safe_load(value) for name, _, value in pairs}
         section = KINDS[kind].Options
         try:

@@ -44,7 +44,7 @@ def times(both: float, peak: float | None = None) -> dict[str, Any]:
 
 def test_every_kind_runs_or_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    rows = [*KINDS, "moba:block_size=64,topk=3"]
+    rows = [*KINDS, "moba:always=[first,current],block_size=64,topk=3"]
     run(monkeypatch, "--quick", "--kinds", *rows, "--lengths", "256", "--output", str(output))
     results = json.loads(output.read_text())["results"]
     assert [result["row"] for result in results] == rows
