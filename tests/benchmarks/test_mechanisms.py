@@ -44,7 +44,8 @@ def times(both: float, peak: float | None = None) -> dict[str, Any]:
 
 def test_every_kind_runs_or_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    rows = [*KINDS, "moba:always=[first,current],block_size=64,topk=3"]
+    chosen = "moba:always=[first,current],block_size=64,topk=3"
+    rows = [*KINDS, chosen]
     run(monkeypatch, "--quick", "--kinds", *rows, "--lengths", "256", "--output", str(output))
     results = json.loads(output.read_text())["results"]
     assert [result["row"] for result in results] == rows
@@ -53,9 +54,9 @@ def test_every_kind_runs_or_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert ("forward_ms" in result) != ("skipped" in result), result
         assert ("both_ms" in result) != ("forward_only" in result or "skipped" in result), result
     by_name = {result["row"]: result for result in results}
-    assert by_name["moba:block_size=64,topk=3"]["time_ratio"] > 0
-    assert by_name["moba:block_size=64,topk=3"]["options"]["topk"] == 3
-    full, moba = (by_name[name] for name in ("full", "moba:block_size=64,topk=3"))
+    assert by_name[chosen]["time_ratio"] > 0
+    assert by_name[chosen]["options"]["always"] == ["first", "current"]
+    full, moba = (by_name[name] for name in ("full", chosen))
     share = moba["pairs"] / full["pairs"]
     assert 0.5 < share < 1
     assert moba["time_per_pair"] == pytest.approx(moba["time_ratio"] / share)
