@@ -240,7 +240,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     root = tmp_path / "site"
     (root / "broken").mkdir(parents=True)
     (root / "broken/__init__.py").write_text(
-        "class Other:\n    pass\nclass Named:\n    name, Options, mix, costs = 'named', None, None, None\n"
+        "class Other:\n    pass\nclass Named:\n    name, Options, mix, pairs = 'named', None, None, None\n"
     )
     (root / "broken/crash.py").write_text("raise OSError('no library')\n")
     (root / "broken-1.0.dist-info").mkdir()

@@ -50,9 +50,9 @@ class WeightSource(ABC):
     def model(self, folder: Path) -> ModelConfig:
         """The `model` section that describes the weights."""
 
-    @abstractmethod
-    def length(self, folder: Path) -> int:
-        """Tokens of the longest sequence that the weights were made for."""
+    def length(self, folder: Path) -> int | None:
+        """Tokens of the longest sequence that the weights were made for; None: unknown."""
+        return None
 
     @abstractmethod
     def check(self, model: ModelConfig, folder: Path) -> None:
@@ -92,8 +92,9 @@ def source_model(folder: Path) -> ModelConfig:
     return run.setup.shape.model_copy(update={"rope": saved_stage(checkpoint, run.stages).rope})
 
 
-def source_length(folder: Path) -> int:
-    """Tokens of the longest sequence that the model in `folder` was made for; of a checkpoint, that of its stage.
+def source_length(folder: Path) -> int | None:
+    """Tokens of the longest sequence that the model in `folder` was made for; of a checkpoint, that of its stage; None:
+    unknown.
 
     Raises UserError as `source_model`.
     """

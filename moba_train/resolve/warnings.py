@@ -184,7 +184,7 @@ def _length_warnings(model: ModelConfig, stages: Iterable[Stage], folder: Path) 
         longest, theirs = source_length(folder), comparable(source_model(folder))["rope"]
         for stage in stages:
             ours = comparable(model.model_copy(update={"rope": stage.rope}))["rope"]
-            if stage.seq_len > longest and ours == theirs:
+            if longest is not None and stage.seq_len > longest and ours == theirs:
                 yield (
                     f"stages[{stage.index}].rope: {stage.name!r} has sequences of {stage.seq_len} tokens, and the "
                     f"rotary embedding of init_from ({folder}), which was made for {longest}; set one for that length "
