@@ -93,8 +93,8 @@ def source_model(folder: Path) -> ModelConfig:
 
 
 def source_length(folder: Path) -> int:
-    """Tokens of the longest sequence that the model in `folder` was made for; of a checkpoint, that of the stages of its
-    run until then with the same rotary embedding.
+    """Tokens of the longest sequence that the model in `folder` was made for; of a checkpoint, that of its stage and of
+    those before with the same rotary embedding.
 
     Raises UserError as `source_model`.
     """

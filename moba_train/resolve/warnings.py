@@ -188,8 +188,8 @@ def _length_warnings(model: ModelConfig, stages: Iterable[Stage], folder: Path) 
             if stage.seq_len > longest and ours == theirs:
                 yield (
                     f"stages[{stage.index}].rope: {stage.name!r} has sequences of {stage.seq_len} tokens, and the "
-                    f"rotary embedding of init_from ({folder}), which was made for {longest:.0f}; set one for that length "
-                    "(docs/how-to/stages.md), unless the stage is to teach the model the new positions"
+                    f"rotary embedding of init_from ({folder}), which was made for {longest:.0f}; set one for that "
+                    "length (docs/how-to/stages.md), unless the stage is to teach the model the new positions"
                 )
 
 

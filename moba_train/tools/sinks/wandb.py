@@ -132,9 +132,9 @@ class WandbSink:
     """Sends records to the wandb run `run_id`, which is created or, after a resume, continued.
 
     Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed (`WandbHistory`). A spike also
-    adds a row to the table `spikes`, a changed recipe one to `recipe_changes`. Alerts of each type are sent at most once
-    per `ALERT_INTERVAL_SECONDS`. `dropped` counts the records that wandb refused, that did not fit into the queue, or
-    that were still in it when `close` gave up. `wait_s` limits how long `close` waits for wandb, in seconds.
+    adds a row to the table `spikes`, a changed recipe one to `recipe_changes`. Alerts of each type are sent at most
+    once per `ALERT_INTERVAL_SECONDS`. `dropped` counts the records that wandb refused, that did not fit into the queue,
+    or that were still in it when `close` gave up. `wait_s` limits how long `close` waits for wandb, in seconds.
     """
 
     def __init__(
