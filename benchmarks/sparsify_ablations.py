@@ -54,7 +54,8 @@ def ablations(
 
     def moba(block_size: int, **options: Any) -> list[str]:
         section = recipes.selects("moba", block_size, budget // block_size) | options
-        stages = json.dumps([last | {"tokens": tokens}])  # it has no scorer to warm up
+        # It has no scorer to warm up, but as many stages: each shuffles its own part of the corpora.
+        stages = json.dumps([last | {key: one[key] for key in ("name", "tokens")} for one in recipe["stages"]])
         chosen = ["attention.default=moba", f"attention.moba={json.dumps(section)}", f"stages={stages}"]
         chosen += ["optim.lr_factors={}"] if "optim" in recipe else []
         return [*chosen, *in_groups("moba", section)]

@@ -93,15 +93,17 @@ def source_model(folder: Path) -> ModelConfig:
 
 
 def source_length(folder: Path) -> int | None:
-    """Tokens of the longest sequence that the model in `folder` was made for; of a checkpoint, that of its stage; None:
-    unknown.
+    """Tokens of the longest sequence that the model in `folder` was made for; of a checkpoint, that of its stage and of
+    those before with the same rotary embedding; None: unknown.
 
     Raises UserError as `source_model`.
     """
     if source := foreign_source(folder):
         return source.length(folder)
     checkpoint, _held = find_checkpoint(folder)
-    return saved_stage(checkpoint, resolve_unchecked(saved_recipe(checkpoint)).stages).seq_len
+    stages = resolve_unchecked(saved_recipe(checkpoint)).stages
+    saved = saved_stage(checkpoint, stages)
+    return max(stage.seq_len for stage in stages[: saved.index + 1] if stage.rope == saved.rope)
 
 
 def load_initial_weights(model: Transformer, folder: Path) -> str:

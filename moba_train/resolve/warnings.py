@@ -181,15 +181,28 @@ def _initial_weight_warnings(spec: ModelSpec, folder: Path) -> Iterator[str]:
 def _length_warnings(model: ModelConfig, stages: Iterable[Stage], folder: Path) -> Iterator[str]:
     """Stages with longer sequences than the model in `folder`, `init_from`, was made for, and its rotary embedding."""
     with suppress(UserError):
-        longest, theirs = source_length(folder), comparable(source_model(folder))["rope"]
+        source, length = source_model(folder), source_length(folder)
+        if length is None:
+            return
+        longest, theirs = _reach(source, length), comparable(source)["rope"]
         for stage in stages:
             ours = comparable(model.model_copy(update={"rope": stage.rope}))["rope"]
-            if longest is not None and stage.seq_len > longest and ours == theirs:
+            if stage.seq_len > longest and ours == theirs:
                 yield (
                     f"stages[{stage.index}].rope: {stage.name!r} has sequences of {stage.seq_len} tokens, and the "
-                    f"rotary embedding of init_from ({folder}), which was made for {longest}; set one for that length "
-                    "(docs/how-to/stages.md), unless the stage is to teach the model the new positions"
+                    f"rotary embedding of init_from ({folder}), which was made for {longest:.0f}; set one for that "
+                    "length (docs/how-to/stages.md), unless the stage is to teach the model the new positions"
                 )
+
+
+def _reach(model: ModelConfig, length: int) -> float:
+    """Tokens that the model's rotary embedding is for, if it was trained with `length`."""
+    ropes = model.rope.by_layer(model.layers)
+    if all(rope.kind == "nope" for rope in ropes):
+        return math.inf
+    # Qwen's config.json with YaRN may have the length before it as max_position_embeddings.
+    stretched = (rope for rope in ropes if rope.kind in ("yarn", "longrope"))
+    return max([length, *(rope.factor * (rope.original_seq_len or 0) for rope in stretched)])
 
 
 def _foreign_warnings(stage: Stage, folder: Path) -> Iterator[str]:

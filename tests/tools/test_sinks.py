@@ -1,5 +1,6 @@
 """wandb receives everything when it works, and costs nothing when it does not; TensorBoard gets the numbers."""
 
+import json
 import logging
 import os
 import subprocess
@@ -144,6 +145,17 @@ def test_steps_trained_again_are_drawn_once(tmp_path: Path) -> None:
     assert not any(row("metrics", step) for step in (2, 3))
     assert row("checkpoint", 3) == {"value": 1.0, "step": 3, "tokens": 30}
     assert row("metrics", 4) == {"value": 1.0, "step": 4, "tokens": 40}
+
+
+def test_a_history_of_the_version_before_is_read(tmp_path: Path) -> None:
+    row = [3, 30, "short", "a spike"]
+    written = {"rows": 9, "step": 8, "tokens": 80, "last": {"metrics": 8}, "redone": 0, "spikes": [row], "alerts": {}}
+    (tmp_path / "history.json").write_text(json.dumps(written | {"recipe_changes": []}))
+    history = WandbHistory(tmp_path / "history.json")
+    assert history.sent.rows == 9
+    assert history.row({"type": "metrics", "step": 8, "tokens": 80}, {"loss": 1.0}) == {}
+    spike = {"type": "spike", "step": 9, "tokens": 90, "stage": "long", "message": "another"}
+    assert history.add_to_table(spike) == {"spikes": [row, [9, 90, "long", "another"]]}
 
 
 def test_a_damaged_history_costs_no_more_than_itself(

@@ -100,7 +100,7 @@ class Family:
         "tie_word_embeddings": False,
     }
     """Values that transformers gives to keys which a config.json leaves out; None: no value. Sizes have
-    none, as transformers writes them all."""
+    none, as transformers writes them all, with one exception (Llama)."""
     model: ClassVar[dict[str, Any]] = {}
     """Values of our `model` that all of the family have."""
     fixed: ClassVar[dict[str, Any]] = OF_ALL | {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
@@ -240,6 +240,9 @@ class Family:
 
 class Llama(Family):
     """Llama 2 and 3, SmolLM2."""
+
+    # transformers 4.28.0.dev0 wrote `max_sequence_length`, which no release reads: Llama 1 and models made of it.
+    defaults = Family.defaults | {"max_position_embeddings": 2048}
 
 
 class Qwen2(Family):

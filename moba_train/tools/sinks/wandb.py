@@ -111,7 +111,11 @@ def _read(path: Path) -> _Sent:
     if not path.exists():
         return _Sent()
     try:
-        return _Sent(**json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if "redone" in found:  # of the version before, with a key for each table
+            found.pop("redone")
+            found["tables"] = {name: found.pop(name) for name in TABLES.values() if name in found}
+        return _Sent(**found)
     except (OSError, ValueError, TypeError) as error:
         logger.warning("%s cannot be read (%s); steps that are trained again may be drawn twice", path, error)
         return _Sent()
@@ -128,10 +132,9 @@ class WandbSink:
     """Sends records to the wandb run `run_id`, which is created or, after a resume, continued.
 
     Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed (`WandbHistory`). A spike also
-    adds a row to the table `spikes`, a changed recipe one
-    to `recipe_changes`. Alerts of each type are sent at most once per `ALERT_INTERVAL_SECONDS`. `dropped` counts the
-    records that wandb refused, that did not fit into the queue, or that were still in it when `close` gave up. `wait_s`
-    limits how long `close` waits for wandb, in seconds.
+    adds a row to the table `spikes`, a changed recipe one to `recipe_changes`. Alerts of each type are sent at most
+    once per `ALERT_INTERVAL_SECONDS`. `dropped` counts the records that wandb refused, that did not fit into the queue,
+    or that were still in it when `close` gave up. `wait_s` limits how long `close` waits for wandb, in seconds.
     """
 
     def __init__(

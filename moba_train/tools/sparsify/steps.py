@@ -272,11 +272,14 @@ def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:
     if not step.name.startswith("train equal-seconds") or recipes.EQUAL_SECONDS not in guesses:
         return
     values, first = (parse_yaml(text, file.name) for text in (file.read_text(), guesses[recipes.EQUAL_SECONDS]))
-    # Not the whole text: another version may have written other keys beside the tokens.
-    if [stage["tokens"] for stage in values.get("stages", ())] == [stage["tokens"] for stage in first["stages"]]:
+    # Not the whole text: another version may have written other keys beside the tokens, or a single stage.
+    written, guess = ([stage["tokens"] for stage in one.get("stages", ())] for one in (values, first))
+    if written in (guess, [sum(guess)]):
         full, sparse = (training(output / "runs" / f"{arm}-1" / "metrics.jsonl") for arm in ("full", "sparse"))
+        # Not of the guess: the recipe of full attention may have been edited.
+        tokens = full["tokens"] * sparse["train_s"] / full["train_s"]
         for stage in values["stages"]:
-            stage["tokens"] = max(1, round(stage["tokens"] * sparse["train_s"] / full["train_s"]))
+            stage["tokens"] = max(1, round(stage["tokens"] * tokens / sum(guess)))
         write_atomically(
             file, "# Tokens of full attention in the sparse arm's seconds.\n" + yaml.safe_dump(values, sort_keys=False)
         )

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.rope import rope_frequencies
-from moba_train.tools.hf.config import read_family, read_model_config
+from moba_train.tools.hf.config import read_family, read_length, read_model_config
 from moba_train.tools.hf.family import family_of
 from tests.attention.helpers import labelled
 from tests.tools.convert.hf_models import PUBLISHED
@@ -108,6 +108,12 @@ def test_transformers_writes_every_size_and_a_config_without_one_is_refused(mode
             (tmp_path / "config.json").write_text(json.dumps(config | value))
             with pytest.raises(CheckpointError, match=f"config.json: {size} is missing, allowed: "):
                 read_model_config(tmp_path)
+
+
+def test_llama_1_has_the_length_that_transformers_reads(tmp_path: Path) -> None:
+    config = {key: value for key, value in SMALL.items() if key not in ("max_position_embeddings", "rope_scaling")}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama", "max_sequence_length": 2048}))
+    assert read_length(tmp_path) == 2048
 
 
 @pytest.mark.parametrize("model_type", PUBLISHED)

@@ -107,7 +107,7 @@ def test_a_run_is_warned_of_windows_that_it_leaves_out_and_of_keys_that_nothing_
 
 
 def test_a_run_is_warned_of_sequences_that_its_rotary_embedding_is_too_short_for(run: Run, tmp_path: Path) -> None:
-    make_hf_model("qwen3", tmp_path / "hf", max_position_embeddings=64)
+    make_hf_model("qwen2", tmp_path / "hf", max_position_embeddings=64)
     run.recipe["init_from"] = str(tmp_path / "hf")
     run.recipe["model"] = imported_recipe(tmp_path / "hf", tmp_path / "hf").model.model_dump()
     short, long = run.recipe["stages"]
@@ -122,6 +122,13 @@ def test_a_run_is_warned_of_sequences_that_its_rotary_embedding_is_too_short_for
     assert warning.startswith("stages[1].rope: 'long' has sequences of 128 tokens, and the rotary embedding")
     assert "which was made for 64; set one" in warning
     long["rope"] = rope
+    assert said() == []
+    long.pop("rope")
+    # As Qwen publishes it: YaRN for longer sequences, beside the length of the training before it.
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"rope_parameters": yarn}))
+    run.recipe["model"] = imported_recipe(tmp_path / "hf", tmp_path / "hf").model.model_dump()
     assert said() == []
 
 

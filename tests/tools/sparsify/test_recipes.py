@@ -57,7 +57,17 @@ def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
     steps._measured(step, guesses, tmp_path)
     written = yaml.safe_load((folder / recipes.EQUAL_SECONDS).read_text())["stages"]
     assert [(stage["tokens"], stage.get("lr")) for stage in written] == [(600, None), (900, 0.5)]
-    edited = guess.replace("600", "700")
+    single = guess.replace(stages, "[{name: full, seq_len: 8, tokens: 1000}]")  # so did one before
+    (folder / recipes.EQUAL_SECONDS).write_text(single)
+    steps._measured(step, guesses, tmp_path)
+    (stage,) = yaml.safe_load((folder / recipes.EQUAL_SECONDS).read_text())["stages"]
+    assert stage["tokens"] == 1500
+    less = guess.replace("400", "800").replace("600", "1200")  # the recipe of full attention was edited to half of it
+    (folder / recipes.EQUAL_SECONDS).write_text(less)
+    steps._measured(step, guesses | {recipes.EQUAL_SECONDS: less}, tmp_path)
+    written = yaml.safe_load((folder / recipes.EQUAL_SECONDS).read_text())["stages"]
+    assert [stage["tokens"] for stage in written] == [600, 900]
+    edited = guess.replace("600", "9M")
     (folder / recipes.EQUAL_SECONDS).write_text(edited)
     steps._measured(step, guesses, tmp_path)
     steps._measured(steps.Step("train sparse 1", ["train"], tmp_path), guesses, tmp_path)

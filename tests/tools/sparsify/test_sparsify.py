@@ -172,6 +172,8 @@ def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(
     for name, overrides in arms.items():
         config = load_config(recipe, overrides)
         run = resolve(config, WorldSize(1, 1))
+        same_batches = [stage.tokens for stage in config.stages] == [one.tokens for one in load_config(recipe).stages]
+        assert same_batches == (name != "sparse-quarter"), name
         assert sum(stage.tokens for stage in config.stages) == sum(stage.tokens for stage in load_config(recipe).stages)
         assert run.stages[-1].end_step == steps_of_arm, name
         own = next(layer for layer in run.stages[-1].attention if layer.kind not in ("full", "by_group"))
