@@ -87,7 +87,8 @@ class Registry(Mapping[str, T], Generic[T]):
             raise UserError(
                 f"{given} cannot be imported: {error!r}; install or repair the package {_package(entry)!r}"
             ) from error
-        if missing := [attribute for attribute in self._needed if not hasattr(member, attribute)]:
+        unmade: frozenset[str] = getattr(member, "__abstractmethods__", frozenset())  # those of the base class alone
+        if missing := [name for name in self._needed if name in unmade or not hasattr(member, name)]:
             raise UserError(
                 f"{given} of the package {_package(entry)!r} is none: it lacks {', '.join(missing)}; "
                 "docs/explanation/architecture.md says how to add one"

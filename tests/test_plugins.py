@@ -223,6 +223,7 @@ crashes = broken.crash:Kind
 empty = broken:Other
 moba = broken:Other
 renamed = broken:Named
+earlier = broken:Earlier
 [moba_train.evaluations]
 crashes = broken.crash:Evaluation
 [moba_train.optimizers]
@@ -241,6 +242,9 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (root / "broken").mkdir(parents=True)
     (root / "broken/__init__.py").write_text(
         "class Other:\n    pass\nclass Named:\n    name, Options, mix, pairs = 'named', None, None, None\n"
+        "from moba_train.attention.full.full_kind import FullKind\n"
+        "from moba_train.attention.kind import AttentionKind\n"
+        "class Earlier(AttentionKind):\n    Options, costs = FullKind.Options, None\n"
     )
     (root / "broken/crash.py").write_text("raise OSError('no library')\n")
     (root / "broken-1.0.dist-info").mkdir()
@@ -264,6 +268,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (ATTENTION_KINDS, "crashes", r"attention kind 'crashes': broken\.crash:Kind cannot be imported: .*'broken'"),
         (ATTENTION_KINDS, "empty", r"broken:Other of the package 'broken' is none: it lacks Options, mix, pairs"),
         (ATTENTION_KINDS, "moba", r"moba_kind:MobaKind and broken:Other have one name; allowed: .*'broken'"),
+        (ATTENTION_KINDS, "earlier", r"broken:Earlier of the package 'broken' is none: it lacks pairs"),
         (ATTENTION_KINDS, "renamed", r"has the name 'named'; allowed: that of its entry point"),
         (OPTIMIZERS, "empty", r"it lacks Options, build, state_bytes"),
         (TRANSPORTS, "empty", r"it lacks make, cost, check_sizes"),

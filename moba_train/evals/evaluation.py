@@ -139,7 +139,7 @@ class EvaluationContext:
         name = name_of(self.stage.attention)
         return name if name in self.attentions else next(iter(self.attentions))
 
-    def passes(self, count: int, what: str = "") -> Iterator[tuple[int, bool]]:
+    def passes(self, count: int, what: str) -> Iterator[tuple[int, bool]]:
         """Yield, for each forward pass, the number of this rank's sequence out of `count`, and whether it counts: ranks
         without one left repeat the last, as collectives need every rank. `what` names the loop for people."""
         shard = self.data_shard

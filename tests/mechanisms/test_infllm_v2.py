@@ -1,5 +1,6 @@
 """InfLLM-V2 against its definition: scores, selected blocks, outputs and gradients; documents, ranks, decoding."""
 
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import block_ids
 from moba_train.attention.kernels.common.selection import Choice
 from moba_train.attention.kind import StageContext
@@ -92,6 +94,24 @@ def test_heads_may_be_attended_to_one_after_the_other(monkeypatch: pytest.Monkey
     want = results(make_layer("infllm_v2", options, LENGTHS))
     monkeypatch.setattr("moba_train.mechanisms.infllm_v2.infllm_v2_kind._ENTRIES", 1)
     torch.testing.assert_close(results(make_layer("infllm_v2", options, LENGTHS)), want, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["attend", "attend_backward"])
+def test_results_of_heads_are_freed_before_those_of_the_next(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = getattr(BlockAttention, name)
+    made: list[weakref.ref[Tensor]] = []
+
+    def freed_before(*given: Any) -> tuple[Tensor, ...]:
+        assert not any(one() is not None for one in made)
+        found: tuple[Tensor, ...] = compute(*given)
+        made.extend(map(weakref.ref, found))
+        return found
+
+    layer = make_layer("infllm_v2", SIZES | {"backend": "reference"}, LENGTHS)
+    monkeypatch.setattr("moba_train.mechanisms.infllm_v2.infllm_v2_kind._ENTRIES", 1)
+    monkeypatch.setattr(BlockAttention, name, freed_before)
+    results(layer)
+    assert len(made) > 3
 
 
 @pytest.mark.parametrize("options", [SIZES | {"topk": 8}, SIZES | {"dense_len": 64}], ids=["blocks", "dense"])

@@ -157,8 +157,8 @@ class BlockAttention:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         lse_HT = q_THD.new_empty(q_THD.shape[1::-1], dtype=reference.accumulation_dtype(q_THD.dtype))
         for of, kv, selection, spans in parts:
-            attended = self.attend(q_THD[:, of], k_SKD[:, kv], v_SKD[:, kv], layout, selection, spans)
-            out_THD[:, of], lse_HT[of] = attended
+            # Without a name: a part's results must not stay in memory while the next part is computed.
+            out_THD[:, of], lse_HT[of] = self.attend(q_THD[:, of], k_SKD[:, kv], v_SKD[:, kv], layout, selection, spans)
         return out_THD, lse_HT
 
     def attend_backward_in_parts(
@@ -167,8 +167,8 @@ class BlockAttention:
         """(dq, dk, dv) of `attend_in_parts`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
         for of, kv, selection, spans in parts:
-            gradients = self.attend_backward(state.part(heads=of, kv_heads=kv), layout, selection, spans)
-            dq[:, of], dk[:, kv], dv[:, kv] = gradients
+            some = state.part(heads=of, kv_heads=kv)
+            dq[:, of], dk[:, kv], dv[:, kv] = self.attend_backward(some, layout, selection, spans)
         return dq, dk, dv
 
     def _arguments(self, spans: KeySpans | None) -> dict[str, Any]:

@@ -236,7 +236,9 @@ def _distill_backward(
         part.add_gradients(index_gtb.sub_(target_gtb).mul_(grad_t1[part.queries]), q_tKx, k_index, dq_tKx, dk_STx)
     dq_nKx = torch.zeros_like(q_index)
     dq_nKx[rows] = dq_tKx
-    return dq_nKx, dk_STx.sum(0).to(k_index.dtype)
+    # The sum of one summand would be a copy: in float32, of the index keys of all groups.
+    dk_Tx = dk_STx[0] if parts == 1 else dk_STx.sum(0)
+    return dq_nKx, dk_Tx.to(k_index.dtype)
 
 
 @_distill_backward.register_fake

@@ -104,7 +104,7 @@ class GateProbe(Evaluation[GateProbeConfig]):
         probes = {layer: LayerProbe(shard, model.heads // shard.tp_size) for layer in layers}
         watches = [probes.get(layer) or StatisticsObserver() for layer in range(model.layers)]
         with observed_layers(context.model, engine, watches):
-            for index, counts in context.passes(self._data.sequences):
+            for index, counts in context.passes(self._data.sequences, "gate probe"):
                 whole = collate([self._data.sample(index)])
                 tokens = self._sample(whole, index) if counts else ()
                 for probe in probes.values():

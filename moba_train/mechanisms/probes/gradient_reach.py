@@ -168,7 +168,7 @@ class GradientReach(Evaluation[GradientReachConfig]):
         """The statistics of the model's current attention, equal on every rank."""
         shard = context.data_shard
         observed = []
-        for index, counts in context.passes(self._data.sequences):
+        for index, counts in context.passes(self._data.sequences, "gradient reach"):
             whole = collate([self._data.sample(index)])
             batch = shard.shard_batch(whole).to(context.device)
             norms_LR = input_gradient_norms(context.model, batch, self._loss_weight)

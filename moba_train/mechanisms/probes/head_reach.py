@@ -63,7 +63,7 @@ def head_reach(
     scale = config.attention_scale or config.head_width**-0.5
     probes = [_LayerReach(shard, config.heads, scale, budget) for _ in range(config.layers)]
     for _ in replace(context, attentions={"full": attention}).each_attention():
-        for index, counts in context.passes(len(looks)):
+        for index, counts in context.passes(len(looks), "reach of the heads"):
             look = looks[index]
             for probe in probes:
                 probe.look = look if counts else look._replace(tokens=[])
