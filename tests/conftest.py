@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 
 from moba_train.foreign_files import ROOTS
-from tests.forked import GARBAGE_SEARCHES
+from tests.forked import GARBAGE_SEARCHES, TASKS, end_process_groups
 
 # HYPOTHESIS_PROFILE=deep: for a night, not for every change.
 settings.register_profile("default", deadline=None)
@@ -50,6 +50,18 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
         gc.set_threshold(*GARBAGE_SEARCHES)
         gc.enable()
+
+
+_threads = 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Ends what process groups of a test have left in this process."""
+    global _threads
+    yield
+    if os.path.isdir(TASKS) and len(os.listdir(TASKS)) > _threads + 8:
+        _threads = end_process_groups()
 
 
 LEFT_OUT = [part for part in ("mechanisms", "tools") if find_spec(f"moba_train.{part}") is None]

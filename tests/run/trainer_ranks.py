@@ -16,10 +16,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moba_train.train import main
-from tests.forked import GARBAGE_SEARCHES, forked
+from tests.forked import GARBAGE_SEARCHES, end_process_groups, forked
 from tests.run.tiny_run import Run
 
 
@@ -120,7 +119,7 @@ def _work(pipe: Connection) -> None:
         os.environ.update(environment)
         try:
             result = program(*arguments) or 0
-            _clear_sharding_prop_cache()  # its meshes name process groups of this run, which the next one may lack
+            end_process_groups()  # also as torch's cache names those of this run, which the next one may lack
             # A rank that was waiting for one that failed leaves its process group as it is.
             pipe.send((result, not dist.is_initialized()))
         except BaseException as error:
