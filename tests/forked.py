@@ -30,13 +30,17 @@ TASKS = "/proc/self/task"
 
 
 def end_process_groups() -> int:
-    """End the threads of process groups that were destroyed and are garbage, or named by a cache of torch; returns how
-    many threads are left. One of gloo's three for each group wakes up 60 times a second: of processes that had trained
+    """End the threads of process groups that were destroyed and are garbage, or named by torch's caches; returns how
+    many threads are left. One of gloo's three for each group wakes up 60 times a second: in processes that had trained
     in dozens of runs these took half of the processor's time."""
     if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _collective_utils, _redistribute
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
+        getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # torch 2.11 has none
     gc.collect()  # 1 ms, as what was there before the first test is frozen
     return len(os.listdir(TASKS)) if os.path.isdir(TASKS) else 0
 
