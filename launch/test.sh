@@ -12,7 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 unset PYTHONDONTWRITEBYTECODE  # of hundreds of processes, each would compile the package again
 side_by_side=()
 if ! nvidia-smi >/dev/null 2>&1 && "$PYTHON" -c "import xdist" 2>/dev/null; then
-    # Many tests wait for processes: on two cores four take 13 minutes, three more. In the order of names, files with a
+    # Many tests wait for processes: on two cores four take 9 minutes. In the order of names, files with a
     # few long tests (the first hour, the wheel) come before those of tests/tools; by default they would come last.
     side_by_side=(-n 4 --dist loadfile --no-loadscope-reorder)
 fi
