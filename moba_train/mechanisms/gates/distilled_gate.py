@@ -141,8 +141,8 @@ class DistilledGate(AttentionKind):
 
     @abstractmethod
     def divergence(self, features: Features, shard: Shard, teacher: Teacher) -> Tensor:
-        """The gate's KL divergence for each query of the shard, float32 or float64 [n] in nats: of one
-        of each `kl_every` queries, as many times, and 0 for the others.
+        """The gate's KL divergence for each query of the shard, float32 or float64 [n] in nats: of one of
+        each `kl_every` queries, as many times, and 0 for the others.
 
         Called on all ranks together.
         """

@@ -99,8 +99,8 @@ class Family:
         "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
     }
-    """Values that transformers gives to keys which a config.json leaves out; None: no value. Sizes have
-    none, as transformers writes them all, with one exception (Llama)."""
+    """Values that transformers gives to keys which a config.json leaves out; None: no value. Sizes have none, as
+    transformers writes them all; of `Llama` one."""
     model: ClassVar[dict[str, Any]] = {}
     """Values of our `model` that all of the family have."""
     fixed: ClassVar[dict[str, Any]] = OF_ALL | {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
