@@ -164,11 +164,12 @@ def test_queries_of_a_head_are_cut_where_its_partial_results_are_large(
     of_one_head: int, ranges: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head has three slots a query; two are allowed in any case."""
-    tensors, layout = inputs([300], 4, 1, 64, torch.float32, "cpu"), layout_of([300], "cpu")
+    (q, k, v, _), layout = inputs([300], 4, 1, 64, torch.float32, "cpu"), layout_of([300], "cpu")
     monkeypatch.setattr(call, "_ONE_HEAD", of_one_head)
-    selection = build("triton", 64, block_size=64, topk=4).blocks.empty_selection(3, tensors[0], layout, kv_heads=1)
-    made = call.BlockCall.from_tensors(*tensors[:3], layout, selection[0], 64, 1.0)
-    lists = BlockLists.from_tensors(*selection[1:], selection[0], 1, made.tables.blocks)
+    ours = build("triton", 64, block_size=64, topk=4)
+    selected, slots, starts = ours.blocks.empty_selection(3, q, layout, kv_heads=1)
+    made = call.BlockCall.from_tensors(q, k, v, layout, selected, 64, 1.0)
+    lists = BlockLists.from_tensors(slots, starts, selected, 1, made.tables.blocks)
     assert len(list(work_ranges(lists, 1, made.limit))) == ranges
 
 
