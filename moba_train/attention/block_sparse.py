@@ -43,7 +43,7 @@ class BlockOptions(Section):
 
     @property
     def history_blocks(self) -> int:
-        """Blocks before its own that a query selects, at most."""
+        """Blocks before its own that a query selects, at most; those that its kernels read as a span do not count."""
         return self.topk - 1
 
 

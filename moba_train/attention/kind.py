@@ -108,7 +108,7 @@ class KindFacts(NamedTuple):
     prefill_unit: int = 1
     """Tokens of a unit that no two parts of a long prompt share: each part but the last is a multiple of it."""
     own_kernels: bool = False
-    """True if the kind attends to selected blocks by kernels that are not in the table."""
+    """True if the kind attends to selected blocks by kernels that the table does not choose."""
     takes_sink: bool = False
     """True if the kind's output is one engine call, which a layer's learned sink joins."""
     own_decode_problem: str = ""

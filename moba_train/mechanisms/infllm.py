@@ -51,6 +51,11 @@ class InfLLMOptions(BlockOptions):
     first_blocks: int = Field(1, ge=0, description="blocks at a document's start that every query attends to")
     representatives: int = Field(4, ge=1, description="tokens of a block whose keys give its score")
 
+    @property
+    def history_blocks(self) -> int:
+        """The first blocks, and those with the highest scores."""
+        return self.first_blocks + self.topk
+
 
 class Readers(NamedTuple):
     """The queries that have a memory."""
@@ -122,8 +127,7 @@ def select_blocks(far_q_nHD: Tensor, representatives_NKD: Tensor, layout: Layout
         # All heads select together: the sum of their products is one product over K D channels.
         grouped_tKD = far_q_nHD[rows].to(representatives_EN.dtype).unflatten(1, (kv_heads, -1)).sum(2)
         scores_1tN = (grouped_tKD.flatten(1) @ representatives_EN).unsqueeze(0)
-        count = options.first_blocks + options.topk
-        chosen.append(choose_blocks(scores_1tN, where.rows(rows), count, first=options.first_blocks))
+        chosen.append(choose_blocks(scores_1tN, where.rows(rows), options.history_blocks, first=options.first_blocks))
     return torch.cat(chosen, 1).repeat(heads, 1, 1)
 
 
@@ -236,7 +240,7 @@ class InfLLMKind(AttentionKind):
     ) -> Statistics:
         """The statistics of window and memory together; all heads select the same blocks."""
         options = self.options
-        choice = Choice(options.block_size, options.first_blocks + options.topk + 1, options.first_blocks)
+        choice = Choice(options.block_size, options.history_blocks + 1, options.first_blocks)
         both_Hm = torch.logaddexp(lse_Hn[:, rows_m], memory_lse_Hm)
         positions_n, positions_m = (
             each.positions(each.q_tokens, each.q_documents) for each in (layout, readers_layout)
@@ -252,7 +256,7 @@ class InfLLMKind(AttentionKind):
         """The window, a query's own key counting half; before it the block that the window is leaving, the first blocks
         and topk more."""
         options = self.options
-        window, blocks = options.window, options.first_blocks + options.topk + 1
+        window, blocks = options.window, options.history_blocks + 1
         pairs = 0.0
         for length in lengths:
             read = max(length - window, 0)

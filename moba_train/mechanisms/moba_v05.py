@@ -15,6 +15,7 @@ from moba_train.attention.block_sparse import BlockOptions, too_long
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kind import (
     AttentionKind,
+    KindFacts,
     LayerInput,
     MicroBatch,
     StageContext,
@@ -104,6 +105,7 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
 
     def __init__(self, options: Options, head_dim: int) -> None:
         super().__init__(options, head_dim)
+        self.facts = KindFacts(own_kernels=options.backend == "auto")
         segment = {"block_size": options.block_size, "backend": options.backend}
         section = f"attention.{self.name}"
         self.own = OwnSegment(MobaAttention.Options(**segment, topk=1), head_dim, section=section)

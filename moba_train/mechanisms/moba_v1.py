@@ -288,6 +288,11 @@ class MobaV1Kind(MobaKind):
 
     options: Options
 
+    def __init__(self, options: Options, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        sums = options.merge != "softmax"
+        self.facts = self.facts._replace(own_kernels=sums and options.backend == "auto")
+
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
         """Problems of MoBA, and Triton kernels for sums, which do not exist."""

@@ -58,9 +58,9 @@ class IdealAttention(LocalAttention):
         self.options = options
         self.full = FullAttention(FullAttention.Options(), head_dim)
         # Kernels of short blocks take any sizes that those of MoBA do not.
-        moba = not TRITON.size_problem(head_dim, options.block_size, options.topk - 1)
-        kind = GivenBlocks if moba else ShortBlocks
-        self.blocks = kind(options.block_size, options.topk - 1, head_dim, "auto", "attention.oracle")
+        sizes = options.block_size, options.topk - 1
+        kind = ShortBlocks if TRITON.size_problem(head_dim, *sizes) else GivenBlocks
+        self.blocks = kind(*sizes, head_dim, "auto", "attention.oracle")
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
@@ -90,13 +90,13 @@ class IdealAttention(LocalAttention):
         _, lse_Hn = self.full.attend(q_nHD, k_SWD, v_SWD, layout, ())
         grid = block_grid(layout, options.block_size)
         forced = {"first": int("first" in options.always), "local": 2 if "previous" in options.always else 1}
-        width = listed_blocks(options.topk - 1, layout, options.block_size)
+        width = listed_blocks(self.blocks.history_blocks, layout, options.block_size)
         groups = k_SWD.shape[1]
         chosen_WnC = torch.full((groups, len(q_nHD), width), -1, dtype=torch.int32, device=q_nHD.device)
         attended = Attended(q_nHD, k_SWD, lse_Hn, None, layout, options.block_size, self.full.scale)
         for those, queries, blocks, mass_Wtb in block_masses(attended, reference=False):
             own = QueryBlocks(grid.own_n[queries], grid.first_n[queries])
-            best_WtC = choose_blocks(mass_Wtb, own, options.topk - 1, **forced, start=blocks.start)
+            best_WtC = choose_blocks(mass_Wtb, own, self.blocks.history_blocks, **forced, start=blocks.start)
             chosen_WnC[those, queries, : best_WtC.shape[2]] = best_WtC
         if not isinstance(self.blocks, ShortBlocks):
             chosen_WnC = chosen_WnC.repeat_interleave(q_nHD.shape[1] // groups, 0)

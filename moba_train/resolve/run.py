@@ -258,7 +258,7 @@ def _block_backends(
         options = layer.options
         if not isinstance(options, BlockOptions):
             continue
-        sizes = model.head_width, options.block_size, options.topk - 1, tokens * model.heads // mesh.tp
+        sizes = model.head_width, options.block_size, options.history_blocks, tokens * model.heads // mesh.tp
         all_keys = strategy is None or strategy.transport != "ring"
         facts = Facts(_machine(device), setup.computation.dtype, *sizes, whole=mesh.cp == 1, all_keys=all_keys)
         try:

@@ -6,6 +6,7 @@ from torch.torch_version import TorchVersion
 
 from moba_train.config.mesh import MeshSizes
 from moba_train.errors import ConfigError
+from moba_train.memory.devices import H200
 from moba_train.memory.flops import matmul_flops
 from tests.resolve.refusals import assert_refused, problems
 from tests.resolve.test_recipe_warnings import VALIDATION, recipe_warnings
@@ -31,6 +32,28 @@ def test_a_layout_that_dispatch_cannot_use_is_refused_with_its_key(
     load: Load, overrides: list[str], problem: str
 ) -> None:
     assert_refused(load(*overrides), problem)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("infllm_v2={topk: 160, local_blocks: 64}", "triton"),  # which reads the local blocks as one span
+        ("infllm_v2={topk: 160, local_blocks: 32}", "reference"),
+        ("infllm={topk: 126}", "triton"),
+        ("infllm={topk: 126, first_blocks: 2}", "reference"),
+        ("moba_v1={merge: softmax, block_size: 64}", "triton"),
+        ("moba_v1={block_size: 64}", None),  # sums over blocks have kernels of their own
+        ("moba_v05={block_size: 64}", None),
+    ],
+)
+def test_a_plan_names_the_kernels_of_as_many_blocks_as_they_are_given(
+    load: Load, kind: str, backend: str | None
+) -> None:
+    name = kind.partition("=")[0]
+    stage = f"stages.1.attention={{default: {name}, full_layers: none, overrides: {{}}}}"
+    layout = check(load("model.head_dim=64", stage, f"attention.{kind}"), 1, gpu=H200, training=False).layouts[1]
+    found = {layer.kind: choice.order[0] for layer, choice in layout.backends.items()}
+    assert found.get(name) == backend
 
 
 def test_the_reach_of_gradients_is_not_measured_in_a_pipeline(load: Load) -> None:

@@ -59,7 +59,7 @@ class Facts:
     head_width: int
     block_size: int
     history_blocks: int
-    """Blocks that a query selects before its own, at most: topk - 1."""
+    """Blocks that a query selects before its own, at most (`BlockOptions.history_blocks`)."""
     rows: int
     """Query rows of a call: tokens x query heads."""
     whole: bool = True

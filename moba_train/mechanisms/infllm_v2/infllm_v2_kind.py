@@ -132,6 +132,11 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
         )
 
         @property
+        def history_blocks(self) -> int:
+            """Selected blocks of a query without the local ones, at most."""
+            return self.topk - self.local_blocks
+
+        @property
         def full_up_to(self) -> int:
             """Length in tokens of the longest document that is attended to completely."""
             return max(self.dense_len, self.topk * self.block_size)
@@ -229,7 +234,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
 
     def _listed(self, layout: Layout) -> int:
         """C: selected blocks of a query without the local ones, at most."""
-        return listed_blocks(self.options.topk - self.options.local_blocks, layout, self.block_size)
+        return listed_blocks(self.options.history_blocks, layout, self.block_size)
 
 
 class InfLLMV2Kind(AttentionKind):
@@ -250,8 +255,7 @@ class InfLLMV2Kind(AttentionKind):
         for problem in options.contradictions():
             yield f"{problem} ({context.layers})"
         yield from too_long(context, options, "block_size")
-        remote = options.topk - options.local_blocks
-        reason = triton_problem(context.device, context.model.head_width, options.block_size, remote)
+        reason = triton_problem(context.device, context.model.head_width, options.block_size, options.history_blocks)
         yield from refused_triton(context, options.backend, reason)
 
     def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
@@ -276,5 +280,5 @@ class InfLLMV2Kind(AttentionKind):
         every block is selected."""
         options = self.options
         selects = batch.seq_len > options.full_up_to
-        saved = 4 * (model.kv_heads * (options.topk - options.local_blocks) + 2) if selects else 0
+        saved = 4 * (model.kv_heads * options.history_blocks + 2) if selects else 0
         return super().token_bytes(model, batch)._replace(saved=saved)
