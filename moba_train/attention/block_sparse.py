@@ -37,8 +37,8 @@ class BlockOptions(Section):
         "auto",
         description="of attention to the selected blocks; triton: kernels for CUDA and 16-bit dtypes; composed: varlen "
         "flash attention over gathered queries, then a merge; reference: plain PyTorch, any device, for all else too; "
-        "auto: triton where it can run, else composed where it can run; kinds that are dense attention where no "
-        "document is long enough to leave a block out take the kernels of that there",
+        "auto: the faster of triton and composed, if one can run, else reference; kernels of full attention if no "
+        "document is long enough to leave a block out and the kind is the same as full attention then",
     )
 
     @property

@@ -51,7 +51,7 @@ class DataConfig(Section):
     )
     packing: Literal["concat", "best_fit"] = Field(
         "concat",
-        description="concat: every seq_len tokens are a sample; best_fit: whole documents, cut only where longer than "
+        description="concat: every seq_len tokens are a sample; best_fit: whole documents, cut only if longer than "
         "seq_len, the rest padded. Evaluation always concatenates",
     )
     long_conversations: LongConversations = Field(

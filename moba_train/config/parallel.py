@@ -86,7 +86,7 @@ class ParallelConfig(ContextParallelConfig):
         "1f1b",
         description="order of a pipeline's passes; 1f1b: one forward, one backward; interleaved_1f1b: each rank has "
         "several parts of the layers, far apart, so that ranks wait less and send more; zero_bubble: as 1f1b, with the "
-        "gradients of weights computed where a rank would wait",
+        "gradients of weights computed when a rank would wait",
     )
     pp_layers: Literal["auto"] | Annotated[list[Annotated[int, Field(ge=1)]], MinLen(1)] = Field(
         "auto",

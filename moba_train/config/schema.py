@@ -100,8 +100,8 @@ class RunConfig(Section):
     model: ModelConfig
     init_from: Annotated[str | None, AfterValidator(no_credentials)] = Field(
         None,
-        description="where the first weights come from: a Hugging Face folder (Llama, Qwen2, Qwen3, SmolLM2), or a "
-        "checkpoint or run folder of ours; with adapters their base, else ignored once the run has saved a checkpoint",
+        description="source of the first weights: a Hugging Face folder (docs/reference/models.md lists the families), or "
+        "a checkpoint or run folder of ours; with adapters their base, else ignored once the run has saved a checkpoint",
     )
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     adapters: AdaptersConfig = AdaptersConfig()
@@ -127,7 +127,7 @@ class RunConfig(Section):
     activation_offload: bool = Field(
         False,
         description="what checkpointing keeps waits for the backward pass in page-locked host memory; with budget only "
-        "where the GPU's memory would not hold it; needs parallel.pp 1",
+        "if the GPU's memory would not hold it; needs parallel.pp 1",
     )
     memory: MemoryConfig = MemoryConfig()
     compile: bool = Field(False, description="torch.compile each Transformer block and, on a GPU, the loss")

@@ -280,7 +280,7 @@ class WindowKind(AttentionKind):
         sinks: int = Field(0, ge=0, description="first tokens of a document that all of it attends to")
         backend: Literal["auto", "reference"] = Field(
             "auto",
-            description="auto: on a GPU the Triton kernels of `moba_window`, or a varlen flash kernel where they "
+            description="auto: on a GPU the Triton kernels of `moba_window`, or a varlen flash kernel if they "
             "cannot run; reference: plain PyTorch",
         )
 

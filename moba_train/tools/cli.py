@@ -101,7 +101,7 @@ def plan(
     """Check a recipe and say what it costs: parameters, FLOPs, memory, communication, time.
 
     A recipe whose memory does not fit the GPU is refused, with changes that make it fit, as are missing files. FLOPs
-    are counted by the documents of the corpora; with --no-data, by one document per sequence where these are absent.
+    are counted by the documents of the corpora; with --no-data, by one document per sequence if these are absent.
     With --nodes the parallel layout is chosen: the best five by predicted time."""
     from moba_train.errors import PlanError
     from moba_train.memory.devices import local_gpu

@@ -95,7 +95,7 @@ class LightningKind(AttentionKind):
         )
         backend: Literal["auto", "fla", "torch"] = Field(
             "auto",
-            description="fla: kernels of the package fla-core, CUDA; torch: plain PyTorch; auto: fla where it can run "
+            description="fla: kernels of the package fla-core, CUDA; torch: plain PyTorch; auto: fla if it can run "
             "and the run need not be deterministic",
         )
 

@@ -39,7 +39,7 @@ def launch(
         int | None,
         typer.Option(
             min=1,
-            help=f"GPUs (ranks) of each machine; default: {GPUS_PER_NODE}, or those of this machine where --start "
+            help=f"GPUs (ranks) of each machine; default: {GPUS_PER_NODE}, or those of this machine if --start "
             "starts on it",
         ),
     ] = None,

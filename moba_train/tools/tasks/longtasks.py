@@ -33,7 +33,7 @@ class LongTasksConfig(TasksConfig):
     )
     truncate: Literal["end", "middle"] = Field(
         "middle",
-        description="part of a file's context that is left out where a sample is too long: its middle, as in "
+        description="part of a file's context that is left out if a sample is too long: its middle, as in "
         "LongBench, or its end, as in HELMET; question and demonstrations stay",
     )
     demonstrations: int | None = Field(None, ge=0, description="demonstrations of a file's, at most; null: all")
