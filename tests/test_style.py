@@ -79,6 +79,12 @@ def test_docstrings_begin_with_a_noun_or_a_verb_in_the_words_of_the_field(path: 
     assert words == []
 
 
+def test_what_mypy_ignores_has_its_reason() -> None:
+    ignored = [(path.name, line, text) for path in PROSE for line, text in comments(path) if "type: ignore" in text]
+    assert len(ignored) > 20
+    assert [place for place in ignored if not re.search(r"ignore\[[\w, -]+\]  # \w", place[2])] == []
+
+
 def prose(page: Path) -> str:
     """The text of a page without code, links' addresses and comments."""
     text = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(), flags=re.DOTALL)

@@ -100,8 +100,9 @@ class RunConfig(Section):
     model: ModelConfig
     init_from: Annotated[str | None, AfterValidator(no_credentials)] = Field(
         None,
-        description="source of the first weights: a Hugging Face folder (docs/reference/models.md lists the families), or "
-        "a checkpoint or run folder of ours; with adapters their base, else ignored once the run has saved a checkpoint",
+        description="source of the first weights: a Hugging Face folder (docs/reference/models.md lists the "
+        "families), or a checkpoint or run folder of ours; with adapters their base, else ignored once the run has "
+        "saved a checkpoint",
     )
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     adapters: AdaptersConfig = AdaptersConfig()

@@ -178,6 +178,6 @@ class OutputProjection(nn.Linear):
     time. The weight is used inside a call, so that FSDP's hooks gather it before and free it after the call and its
     backward pass (parallel/fsdp.py)."""
 
-    def forward(self, use: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(self, use: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]  # a use, not an input
         """The result of `use` for the weight [V, D]."""
         return use(self.weight)

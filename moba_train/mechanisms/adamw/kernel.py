@@ -46,7 +46,7 @@ class KernelAdamW(Optimizer):
         """Update parameters and moments in place: step `step`, counted from 1, with the options of `group`."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss is returned
         """Update all parameters that have a gradient; `closure` must be None."""
         assert closure is None
         for group in self.param_groups:

@@ -32,7 +32,7 @@ class ExpertsParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.tp = device_mesh.size()  # type: ignore[assignment]  # a number of MixtureOfExperts
-        module.tp_rank = device_mesh.get_local_rank()  # type: ignore[assignment]
+        module.tp_rank = device_mesh.get_local_rank()  # type: ignore[assignment]  # the same
         assert isinstance(module.router, nn.Module)
         _distribute(module.router, device_mesh, {"weight": [Replicate()]})
         if isinstance(module.shared, nn.Module):

@@ -112,7 +112,7 @@ class Muon(Optimizer):
         self._adamw.state = self.state  # both rules keep their state in one place, which checkpoints read
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss is returned
         """Update all parameters that have a gradient. Called on all ranks together; `closure` must be None."""
         assert closure is None
         self._adamw.step()

@@ -26,8 +26,8 @@ from torch.distributed import ProcessGroup
 
 from moba_train.errors import CommunicationError
 
-# Renamed in torch 2.13, which warns about the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Renamed in torch 2.13, which warns about the old name."""
 
 
 class Work:
@@ -89,7 +89,7 @@ class Communicator:
 
         def call() -> None:
             for gathered_RL, shard_L in zip(gathered, shards_L, strict=True):
-                _all_gather(gathered_RL, shard_L, group=self.group)
+                all_gather(gathered_RL, shard_L, group=self.group)
 
         return self._start("all_gather", call, shards_L, gathered)
 

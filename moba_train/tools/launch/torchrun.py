@@ -211,13 +211,13 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
                 code = process.poll()
                 codes[rank] = None if killed and code == -signal.SIGKILL else code
 
-    PContext.start = start_afresh  # type: ignore[method-assign]
-    PContext.close = close_in_order  # type: ignore[method-assign,assignment]
+    PContext.start = start_afresh  # type: ignore[method-assign]  # torchrun calls these two by name
+    PContext.close = close_in_order  # type: ignore[method-assign,assignment]  # all are of this class
     try:
         yield codes
     finally:
-        PContext.start = start  # type: ignore[method-assign]
-        PContext.close = close  # type: ignore[method-assign]
+        PContext.start = start  # type: ignore[method-assign]  # as they were
+        PContext.close = close  # type: ignore[method-assign]  # as they were
 
 
 def _file(name: str) -> Path:

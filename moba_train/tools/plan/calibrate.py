@@ -41,6 +41,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS, build_optimizer, set_learning_rate
 from moba_train.output_files import write_new
 from moba_train.parallel.activations import wrap_blocks
+from moba_train.parallel.context.comm import all_gather
 from moba_train.parallel.float8 import compile_for_float8, convert_linears, float8_problem
 from moba_train.tools.plan.rates import MEASURED_MODEL, MeasuredLayer, Rates, shipped_rates
 
@@ -390,12 +391,11 @@ def _gather_rank(rank: int, ranks: int, backend: str, size: int, folder: str) ->
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     own = torch.zeros(size // ranks, dtype=torch.uint8, device=device)
     whole = torch.zeros(ranks * len(own), dtype=torch.uint8, device=device)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has the first
     seconds = []
     for _ in range(8):
         dist.barrier()
         began = time.perf_counter()
-        gather(whole, own)
+        all_gather(whole, own)
         if backend == "nccl":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)

@@ -271,4 +271,4 @@ def _exit_without_waiting() -> None:
     """Remove the exit hook with which a hanging wandb would keep the finished process from exiting."""
     setup = sys.modules.get("wandb.sdk.wandb_setup")
     with contextlib.suppress(Exception):  # not a public part of wandb
-        setup._singleton._connection._cleanup()  # type: ignore[union-attr]
+        setup._singleton._connection._cleanup()  # type: ignore[union-attr]  # errors are suppressed

@@ -106,17 +106,17 @@ class Kept:
             kept.rows = {name: rows[:, :, : self.get_seq_length()] for name, rows in kept.rows.items()}
 
     def _crop(self, length: int) -> None:
-        super().crop(length)  # type: ignore[misc]
+        super().crop(length)  # type: ignore[misc]  # that of transformers' layer
 
     def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
+        super().reset()  # type: ignore[misc]  # that of transformers' layer
         self.pooled = None
         self.rows = {}
         self.states = {}
         self.parts = {}
 
     def get_seq_length(self) -> int:
-        return int(super().get_seq_length())  # type: ignore[misc]
+        return int(super().get_seq_length())  # type: ignore[misc]  # that of transformers' layer
 
 
 class KeptPart(Kept):
