@@ -111,3 +111,9 @@ def test_the_guide_explains_every_number() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
     told = set(re.findall(r"^\| `(\w+)` \|", guide, re.MULTILINE))
     assert {number for kind in KINDS.values() for number in kind.statistics} <= told
+    rows = re.findall(r"^\| `(\w+)` \| (all but )?((?:`\w+`(?:, )?)+) \|", guide, re.MULTILINE)
+    for number, all_but, kinds in rows:
+        show = {name for name, kind in KINDS.items() if number in kind.statistics}
+        named = set(re.findall(r"\w+", kinds)) & set(KINDS)
+        assert (set(KINDS) - show if all_but else show) == named, number
+    assert len(rows) > 10
