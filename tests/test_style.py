@@ -35,6 +35,10 @@ MOST_WORDS = 35
 """Most words of a sentence on a page."""
 MOST_FAULTS = 0
 """Most words and sentences on all pages that could be plainer."""
+MOST_CELL_WORDS = 12
+"""Most words of a table's cell on a page; code is one word."""
+MOST_LONG_CELLS = 8
+"""Most cells that are longer. Pages made from options and commands do not count."""
 MOST_CORE_LINES = 34_000
 """Most lines of the core that are not comments, of which there cannot be too many."""
 MOST_LINES = 500
@@ -111,6 +115,15 @@ def test_pages_are_in_plain_words_and_short_sentences() -> None:
     begun_with = [name for name in found if name.startswith(("README", "docs/index", "docs/tutorials"))]
     assert {name: found[name] for name in begun_with if found[name]} == {}
     assert sum(map(len, found.values())) <= MOST_FAULTS, found
+
+
+def test_cells_of_tables_are_short() -> None:
+    pages = (page for page in PAGES if page.name not in ("config.md", "cli.md"))
+    rows = ((page.name, line) for page in pages for line in prose(page).splitlines() if line.startswith("|"))
+    cells = [(name, cell.strip()) for name, row in rows for cell in re.sub(r"`[^`]*`", "`code`", row).split("|")]
+    assert len(cells) > 2000
+    long = [cell for cell in cells if len(cell[1].split()) > MOST_CELL_WORDS]
+    assert len(long) <= MOST_LONG_CELLS, long
 
 
 def test_a_file_is_one_whole_idea() -> None:
