@@ -137,8 +137,7 @@ def _attention(values: Any) -> dict[str, Any]:
 def _add_default_options(old: dict[str, Any], new: dict[str, Any]) -> None:
     """Write the defaults of each kind that only one of two sections `attention` names into the other one.
 
-    A kind's options are written down where a recipe gives them; up to commit bc717461 those of all kinds were, and a
-    run of that time would otherwise report eleven changes when it resumes.
+    A kind's options are written down if a recipe gives them: a section of defaults that is added changes nothing.
     """
     for kind in (old.keys() ^ new.keys()) & {*ATTENTION_KINDS}:
         defaults = ATTENTION_KINDS[kind].Options().model_dump(mode="json")

@@ -190,8 +190,8 @@ class StepClock:
         """Around the wait for the data of the next step, which begins here or where the one before was measured."""
         asked = time.perf_counter()
         yield
-        # From 21 to 26 November a step began after the log had waited for the update, and lacked 28 to 38 ms of the
-        # 8B's step at 8K (benchmarks/LOG.md, "The clock of a step").
+        # Begun after the log has waited for the update, the 8B's step at 8K lacks 28 to 38 ms (benchmarks/LOG.md, "The
+        # clock of a step").
         self._began = asked if self._measured_at is None else self._measured_at
         self.waited_s = time.perf_counter() - asked
 

@@ -362,7 +362,7 @@ def test_a_trained_model_is_evaluated_without_a_kind_that_an_override_takes_away
 
 
 def test_options_that_only_one_of_two_recipes_writes_down_are_no_change(run: Run) -> None:
-    """Up to commit bc717461 a recipe in a checkpoint had the default options of all kinds."""
+    """A recipe in a checkpoint may have the default options of kinds that it does not use."""
     recipe = load_config(run.write_recipe())
     all_kinds = {kind: ATTENTION_KINDS[kind].Options().model_dump(mode="json") for kind in ATTENTION_KINDS}
     run.recipe["attention"] = {**all_kinds, **run.recipe["attention"]}

@@ -29,7 +29,7 @@ class _Region(NamedTuple):
     def numel(self) -> int:
         return self.rows * self.columns
 
-    def of(self, matrix: Tensor) -> Tensor:
+    def part_of(self, matrix: Tensor) -> Tensor:
         """A view of the region."""
         return matrix[self.top : self.top + self.rows, self.left : self.left + self.columns]
 
@@ -77,7 +77,7 @@ class MatrixExchange:
                 return None
             matrix = shards[0].new_empty(self._shapes[own])
             for region, sender in senders.items():
-                region.of(matrix).copy_(parts[sender].view(region.rows, region.columns))
+                region.part_of(matrix).copy_(parts[sender].view(region.rows, region.columns))
             return matrix
 
         return whole
@@ -87,7 +87,7 @@ class MatrixExchange:
         device. The returned function waits and gives this rank's shard of each matrix of the round."""
         sends = [like.new_empty(0)] * self.ranks
         if whole is not None:
-            sends = [region.of(whole) for region in self._regions[round_[self._rank]]]
+            sends = [region.part_of(whole) for region in self._regions[round_[self._rank]]]
         own = [self._regions[index][self._rank] for index in round_]
         sizes = [region.numel for region in own] + [0] * (self.ranks - len(own))
         receive = self._exchange(sends, sizes, like)
