@@ -85,7 +85,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb_in_the_words_of_the_field(path: 
 
 def test_what_mypy_ignores_has_its_reason() -> None:
     ignored = [(path.name, line, text) for path in PROSE for line, text in comments(path) if "type: ignore" in text]
-    assert len(ignored) > 20
+    assert len(ignored) > 10
     assert [place for place in ignored if not re.search(r"ignore\[[\w, -]+\]  # \w", place[2])] == []
 
 
