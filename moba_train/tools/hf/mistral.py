@@ -26,7 +26,7 @@ class Ministral(Family):
 
 
 class Mistral(Ministral):
-    """Mistral 7B, Nemo, Small; a config with `layer_types` is a Ministral's, as in transformers."""
+    """Mistral 7B, Nemo, Small; with `layer_types` it is a Ministral."""
 
     architecture = "MistralForCausalLM"
 

@@ -10,7 +10,7 @@ from moba_train.tools.hf.mistral import OneWindow
 
 
 class Mixtral(OneWindow):
-    """Mixtral 8x7B and 8x22B: experts in all layers, and the window of Mistral if there is one."""
+    """Mixtral 8x7B and 8x22B: experts in all layers, Mistral's window if any."""
 
     architecture = "MixtralForCausalLM"
     defaults = OneWindow.defaults | {

@@ -22,7 +22,7 @@ class Olmo2(Family):
 
 
 class Olmo3(Windowed):
-    """OLMo 3: three layers with a window, then a full one, whose rotary embedding alone is scaled."""
+    """OLMo 3: three of four layers have a window; others scale RoPE."""
 
     architecture = "Olmo3ForCausalLM"
     defaults = _DEFAULTS | {"sliding_window": 4096, "rope_theta": 500_000.0}

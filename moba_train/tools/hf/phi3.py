@@ -11,7 +11,7 @@ from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
 
 
 class Phi3(OneWindow):
-    """Phi-3, Phi-3.5 and Phi-4, with and without longrope; parts of heads may not turn (Phi-4-mini)."""
+    """Phi-3, Phi-3.5 and Phi-4, also with longrope and partial RoPE (Phi-4-mini)."""
 
     architecture = "Phi3ForCausalLM"
     defaults = Family.defaults | {
