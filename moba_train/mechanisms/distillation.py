@@ -52,13 +52,11 @@ class DistillOptions(Section):
         description="the same step's weights, with full attention in all layers; full_and_windows: layers of kind "
         "window keep theirs, as in models that have both; base: full attention on the weights without adapters",
     )
-    loss: Literal["kl"] = Field(
-        "kl", description="on logits: KL divergence of the teacher's distribution from the student's"
-    )
     on: Literal["logits", "attention"] = Field(
         "logits",
-        description="what is compared: logits: the distributions over the vocabulary; attention: each sparse layer's "
-        "output with full attention's on the same input, by its relative squared error, which needs parallel.tp 1",
+        description="what is compared: logits: the distributions over the vocabulary, by KL divergence; attention: each "
+        "sparse layer's output with full attention's on the same input, by its relative squared error, which needs "
+        "parallel.tp 1",
     )
     weight: float = Field(
         0.5,

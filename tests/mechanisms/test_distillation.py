@@ -308,7 +308,6 @@ def test_it_resumes_bitwise_inside_the_stage(finished: Run, run: Run) -> None:
 def test_a_recipe_says_it_back(finished: Run) -> None:
     assert load_config(finished.run_dir / "config.yaml").stages[1].given_members["distill"].model_dump() == {
         "teacher": "full",
-        "loss": "kl",
         "on": "logits",
         "weight": 0.5,
         "temperature": 1.0,

@@ -114,6 +114,8 @@ class Source:
             length = saved_training(saved.path).seq_len
             stage = saved.stage.index
             layers = saved.stage.attention
+        if any(layer.kind == "capped" for layer in layers):
+            raise UserError(f"{path}: given layers of kind capped, whose cap no other kind has; allowed: models without")
         windows = {
             number: {"kind": "window", **layer.options.model_dump(mode="json", exclude_defaults=True)}
             for number, layer in enumerate(layers)

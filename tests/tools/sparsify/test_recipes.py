@@ -12,6 +12,7 @@ from moba_train.config.load import load_config
 from moba_train.errors import UserError
 from moba_train.tools.sparsify import recipes, steps
 from moba_train.tools.sparsify.recipes import Request, Source
+from tests.tools.convert.hf_models import make_hf_model
 from tests.tools.sparsify.tiny import LENGTH, tiny_request
 
 
@@ -148,3 +149,10 @@ def test_a_model_keeps_its_windows(project: Path) -> None:
         assert 'attention.overrides={"1": {"kind": "window"}}' in step.words
     with pytest.raises(UserError, match=r"evaluation\.oracle: given None; allowed: its section"):
         next(steps.steps(request, windowed, Path("out"), evaluation | {"oracle": None}))
+
+
+def test_a_model_with_capped_scores_is_refused(tmp_path: Path) -> None:
+    """Both arms would lose the cap, and the windows of such layers."""
+    make_hf_model("gemma2", tmp_path / "hf")
+    with pytest.raises(UserError, match=r"hf: given layers of kind capped, .* allowed: models without"):
+        Source.read(tmp_path / "hf")
