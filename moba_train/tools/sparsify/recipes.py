@@ -115,7 +115,9 @@ class Source:
             stage = saved.stage.index
             layers = saved.stage.attention
         if any(layer.kind == "capped" for layer in layers):
-            raise UserError(f"{path}: given layers of kind capped, whose cap no other kind has; allowed: models without")
+            raise UserError(
+                f"{path}: given layers of kind capped, whose cap no other kind has; allowed: models without"
+            )
         windows = {
             number: {"kind": "window", **layer.options.model_dump(mode="json", exclude_defaults=True)}
             for number, layer in enumerate(layers)
