@@ -156,6 +156,10 @@ def test_earlier_runs_are_what_their_files_say() -> None:
     assert f"it found {kept:.2f} ± {error:.2f} of full attention's needles" in PROSE
     assert f"full attention found fewer, {with_full:.3f} for {own:.3f}" in PROSE
     assert f"With full attention on its weights it found {second['D']['needle_full']:.3f}" in PROSE
+    losses = [second[name]["validation_loss"][at] for name, at in (("B", 0), ("B", 1), ("D", 1))]
+    assert [step for step, _, _ in losses] == [60, 64, 64]
+    text = "loss goes from {:.3f} to {:.3f} in the four steps in which the rate rises, and to {:.3f} at 1e-4"
+    assert text.format(*(loss for _, _, loss in losses)) in PROSE
     everywhere = [
         one["needle_by_length"]["32768"] for arms in (third, fourth, arms_of("fifth")) for one in arms["full"]
     ]
