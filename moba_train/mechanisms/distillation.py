@@ -55,8 +55,8 @@ class DistillOptions(Section):
     on: Literal["logits", "attention"] = Field(
         "logits",
         description="what is compared: logits: the distributions over the vocabulary, by KL divergence; attention: "
-        "each sparse layer's output with full attention's on the same input, by its relative squared error, which needs "
-        "parallel.tp 1",
+        "each sparse layer's output with full attention's on the same input, by its relative squared error, which "
+        "needs parallel.tp 1",
     )
     weight: float = Field(
         0.5,
