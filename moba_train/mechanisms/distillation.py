@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import KindAround
 from moba_train.attention.kind import AttentionKind, LayerInput, TwoSublayers
+from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.schema import RunConfig
@@ -49,8 +50,9 @@ class DistillOptions(Section):
 
     teacher: Literal["full", "full_and_windows", "base"] = Field(
         "full",
-        description="the same step's weights, with full attention in all layers; full_and_windows: layers of kind "
-        "window keep theirs, as in models that have both; base: full attention on the weights without adapters",
+        description="the same step's weights, with full attention in all layers that have a softmax; full_and_windows: "
+        "layers of kind window keep theirs, as in models that have both; base: full attention on the weights without "
+        "adapters",
     )
     on: Literal["logits", "attention"] = Field(
         "logits",
@@ -184,9 +186,10 @@ class Distillation(Objective):
         return dict(zip(("cross_entropy", "distillation"), self._sums, strict=True))
 
     def _teacher(self, kind: AttentionKind) -> AttentionKind:
-        """The teacher's attention in a layer of this kind; a bare layer has no projections for another one."""
+        """The teacher's attention in a layer of this kind. Layers without softmax keep theirs: their projections are
+        not for full attention, and bare layers have none for it."""
         is_window = kind.name == "window" and self._options.teacher == "full_and_windows"
-        if is_window or kind.projects(kind.options):
+        if is_window or kind.projects(kind.options) or not SOFTMAX.keys() <= kind.statistics.keys():
             return kind
         return build_attention([LayerAttention("full", FullAttention.Options())], kind.head_dim)[0]
 

@@ -243,6 +243,13 @@ def test_windows_of_the_model_are_the_teachers_where_it_is_asked_for() -> None:
     assert Distillation(DistillOptions())._teacher(window).name == "full"
 
 
+@pytest.mark.parametrize("name", ["lightning", "kda"])
+def test_layers_without_softmax_are_the_teachers_too(name: str) -> None:
+    """Full attention of their queries and keys would teach what the model never was."""
+    linear = KINDS[name](KINDS[name].Options(), 4)
+    assert Distillation(DistillOptions())._teacher(linear) is linear
+
+
 def test_logits_exist_for_a_chunk_of_tokens_at_a_time(
     alone: World, prefix: str, expected: dict[str, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
