@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import KindAround
 from moba_train.attention.kind import AttentionKind, LayerInput, TwoSublayers
-from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.schema import RunConfig
+from moba_train.evals.evaluation import may_be_full
 from moba_train.mechanisms.by_group import ByGroupKind
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate
 from moba_train.model.build import build_attention
@@ -186,10 +186,9 @@ class Distillation(Objective):
         return dict(zip(("cross_entropy", "distillation"), self._sums, strict=True))
 
     def _teacher(self, kind: AttentionKind) -> AttentionKind:
-        """The teacher's attention in a layer of this kind. Layers without softmax keep theirs: their projections are
-        not for full attention, and bare layers have none for it."""
+        """The teacher's attention in a layer of this kind."""
         is_window = kind.name == "window" and self._options.teacher == "full_and_windows"
-        if is_window or kind.projects(kind.options) or not SOFTMAX.keys() <= kind.statistics.keys():
+        if is_window or not may_be_full(type(kind), kind.options):
             return kind
         return build_attention([LayerAttention("full", FullAttention.Options())], kind.head_dim)[0]
 

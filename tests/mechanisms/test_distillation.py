@@ -22,6 +22,7 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
 from moba_train.errors import ConfigError
+from moba_train.evals.evaluation import with_full
 from moba_train.mechanisms import distillation
 from moba_train.mechanisms.by_group import ByGroupKind
 from moba_train.mechanisms.distillation import Distillation, DistillOptions
@@ -244,10 +245,16 @@ def test_windows_of_the_model_are_the_teachers_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["lightning", "kda"])
-def test_layers_without_softmax_are_the_teachers_too(name: str) -> None:
-    """Full attention of their queries and keys would teach what the model never was."""
-    linear = KINDS[name](KINDS[name].Options(), 4)
-    assert Distillation(DistillOptions())._teacher(linear) is linear
+def test_layers_without_softmax_stay_where_others_get_full_attention(name: str) -> None:
+    """In the teacher and in evaluations: full attention of their queries and keys is nothing that was trained."""
+    linear = LayerAttention(name, KINDS[name].Options())
+    (kind,) = build_attention([linear], 4)
+    assert Distillation(DistillOptions())._teacher(kind) is kind
+    moba, full = (LayerAttention(one, KINDS[one].Options()) for one in ("moba", "full"))
+    assert with_full((linear, moba, full)) == {
+        "+".join(sorted((name, "moba"))): (linear, moba, full),
+        "full": (linear, full, full),
+    }
 
 
 def test_logits_exist_for_a_chunk_of_tokens_at_a_time(
