@@ -25,6 +25,7 @@ from moba_train.memory.layer_memory import block_bytes
 from moba_train.memory.pipeline import rank_costs, rank_work, step_length
 from moba_train.memory.weights import gathered_bytes, rank_weights
 from moba_train.model.feed_forward import FeedForwardCosts, feed_forward_costs
+from moba_train.model.objective import objective_costs
 from moba_train.model.spec import attention_matrices
 from moba_train.parallel.activations import Kept
 from moba_train.parallel.fsdp import ModelSetup
@@ -73,12 +74,14 @@ AttentionTimes = Mapping[LayerAttention, tuple[float, float]]
 
 
 def attention_times(model: ModelConfig, stage: Stage, documents: Documents, rates: Rates) -> AttentionTimes:
-    """Times of the attentions of a stage whose sequences hold `documents`. They are the same on every mesh.
+    """Times of the attentions of a stage, and of its objective, whose sequences hold `documents`. They are the same on
+    every mesh.
 
     Raises PlanError for a kind that was not measured.
     """
     found = {}
-    for layer in dict.fromkeys(stage.attention):
+    teachers = (layer for layer in objective_costs(stage).attention if layer is not None)
+    for layer in dict.fromkeys((*stage.attention, *teachers)):
         rate = rates.attention_rate(layer, model.head_width, stage.seq_len)
         flops = layer_flops(model, layer, documents.lengths) / documents.tokens / rates.attention_in_step
         found[layer] = flops / 3 / rate.forward, flops / rate.both
@@ -120,6 +123,8 @@ class StepTime:
     """Output projection and cross entropy."""
     repeated: float
     """Computed again in the backward pass."""
+    objective: float
+    """Attention, and all else of a forward pass, that the stage's objective computes in addition."""
     optimizer: float
     fsdp: float
     """Weights and gradients on their way, which nothing hides."""
@@ -240,6 +245,7 @@ class _Step:
         by_key = {key: self._layer(*key) for key in dict.fromkeys(keys)}
         self._layers = [by_key[key] for key in keys]
         self._micro_batches = layout.micro_batches
+        self._objective = objective_costs(stage)
         self._share = self._micro_batches / sizes.pp
         """Micro-batches of all layers that make a rank's work."""
         self._parts = setup.parts
@@ -260,6 +266,8 @@ class _Step:
 
         Once for the forward pass, and again for the backward pass where they were freed between.
         """
+        self._gathers += self._objective.share * (self._objective.logit_peak > 0)
+        self._further = self._objective_seconds()
 
     def _not_gathered(self, experts: float) -> float:
         """Elements of the rank's `experts`, as many as are gathered less because fewer ranks share them."""
@@ -287,6 +295,7 @@ class _Step:
             memory=layers("memory") + self._copies(),
             loss=self._share * self._output_seconds(),
             repeated=layers("repeated"),
+            objective=self._share * self._further,
             optimizer=(rates.update_s[self._optimizer] + NORM_BYTES / rates.memory) * self._weights.trained.shard,
             fsdp=self._rounds * self._waiting_for_weights(),
             tp=layers("tp") + self._share * self._output_tensor_bytes() / self._machine.links.node,
@@ -337,6 +346,18 @@ class _Step:
             ep=self._expert_traffic(fed, kept).seconds(self._machine.links),
         )
 
+    def _objective_seconds(self) -> float:
+        """Seconds of what the objective computes of all layers, for a micro-batch and on average over the steps."""
+        seconds = 0.0
+        for attention, layer, fed in zip(self._objective.attention, self._layers, self._fed, strict=False):
+            if attention is None:
+                continue
+            seconds += self._tokens / self._sizes.tp * self._attention[attention][0]
+            if self._objective.logit_peak:
+                there = self._layer(attention, Kept.ALL, fed)
+                seconds += there.forward - there.attention / 3
+        return self._objective.share * seconds
+
     def _expert_traffic(self, fed: FeedForwardCosts, kept: Kept) -> Traffic:
         """Bytes that a rank receives of a layer's tokens: to their experts and back, forward and backward, and to their
         experts again where the layer is recomputed; without torch.compile, which knows what no gradient needs, also
@@ -370,7 +391,11 @@ class _Step:
         model, rates = self._model, self._machine.rates
         logits = self._tokens / self._sizes.tp * model.vocab_size
         passed = rates.compiled_loss_bytes if self._computation.compiled else rates.eager_loss_bytes
-        return logits * (6 * model.hidden_size / rates.products + passed / rates.memory)
+        seconds = logits * (6 * model.hidden_size / rates.products + passed / rates.memory)
+        if not self._objective.logit_peak:
+            return seconds
+        own = logits * (8 * model.hidden_size / rates.products + self._objective.logit_traffic / rates.memory)
+        return seconds + self._objective.share * (own - seconds)
 
     def _output_tensor_bytes(self) -> float:
         """Bytes of the output weight, and of its gradient, that a rank receives from its tp group for the loss."""
@@ -397,6 +422,7 @@ class _Step:
         )
         forward_s = sum(layer.forward for layer in self._layers) / self._sizes.pp
         backward_s = sum(layer.seconds - layer.forward for layer in self._layers) / self._sizes.pp
+        backward_s += self._further  # behind which the weights that it needs travel
         again_s = (self._gathers - 1) * gather_s
         longer_s = max(0.0, (blocks - 1) * gather_s + head_gather_s - forward_s)
         longer_s += max(0.0, blocks * again_s + head_reduce_s + (blocks - 1) * reduce_s - backward_s)
