@@ -5,7 +5,8 @@ rate (rates.py). Communication takes its bytes over the bandwidth of the links (
 follows: FSDP's gathers behind the forward pass of other blocks, its gathers and reductions behind the backward pass,
 and the part of context parallelism that need not come first behind attention. Nothing hides tensor parallelism without
 `tp_overlap` and what a pipeline's ranks pass on. Left out are the host's time, which decides where a rank has few
-tokens, evaluations, checkpoints, data, and activations on their way to the host.
+tokens, evaluations, checkpoints, data, activations on their way to the host, and steps that train with other attention
+than their stage's.
 """
 
 from collections.abc import Mapping
