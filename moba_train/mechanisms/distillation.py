@@ -177,16 +177,25 @@ class Distillation(Objective):
         (teacher_nD,) = prepared
         share = self._options.weight
         tau = self._options.temperature
-        logits_nV = capped(F.linear(hidden_nD, weight_VD).float(), self._cap)
-        entropy = (F.cross_entropy(logits_nV, labels_n, reduction="none") * weights_n).sum()
+        # Passes over all logits are what it costs at small widths: both losses share the student's logarithms, and the
+        # teacher's entropy is a number without gradient (1,024 tokens of 49,152 logits on a CPU: 0.68 of the time).
         with torch.no_grad():
-            target_nV = (capped(F.linear(teacher_nD, weight_VD).float(), self._cap) / tau).log_softmax(-1)
-        student_nV = (logits_nV / tau).log_softmax(-1)
-        kl_n = F.kl_div(student_nV, target_nV, reduction="none", log_target=True).sum(-1)
-        divergence = (kl_n * weights_n).sum()
+            logs_nV = self._logits(teacher_nD, weight_VD).div_(tau).log_softmax(-1)
+            target_nV = logs_nV.exp()
+            negentropy_n = logs_nV.mul_(target_nV).sum(-1)
+            del logs_nV
+        logits_nV = self._logits(hidden_nD, weight_VD)
+        student_nV = logits_nV.log_softmax(-1)
+        entropy = -(student_nV.gather(1, labels_n[:, None])[:, 0] * weights_n).sum()
+        if tau != 1:
+            student_nV = (logits_nV / tau).log_softmax(-1)
+        divergence = ((negentropy_n - (target_nV * student_nV).sum(-1)) * weights_n).sum()
         found = torch.stack([entropy.detach(), divergence.detach()])
         self._sums = found if self._sums is None else self._sums + found
         return (1 - share) * entropy + share * tau**2 * divergence
+
+    def _logits(self, hidden_nD: Tensor, weight_VD: Tensor) -> Tensor:
+        return capped(F.linear(hidden_nD, weight_VD).float(), self._cap)
 
     def measured(self) -> dict[str, Tensor]:
         """Cross entropy and divergence of a step that compares logits; nothing of others."""

@@ -159,6 +159,20 @@ def test_work_is_cut_into_work_ranges_without_a_trace(
     assert all(error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))  # NumPy's products depend on the shape
 
 
+@pytest.mark.parametrize(("of_one_head", "ranges"), [(2**28, 1), (1, 2)])
+def test_queries_of_a_head_are_cut_where_its_partial_results_are_large(
+    of_one_head: int, ranges: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head has three slots a query; two are allowed in any case."""
+    (q, k, v, _), layout = inputs([300], 4, 1, 64, torch.float32, "cpu"), layout_of([300], "cpu")
+    monkeypatch.setattr(call, "_ONE_HEAD", of_one_head)
+    ours = build("triton", 64, block_size=64, topk=4)
+    selected, slots, starts = ours.blocks.empty_selection(3, q, layout, kv_heads=1)
+    made = call.BlockCall.from_tensors(q, k, v, layout, selected, 64, 1.0)
+    lists = BlockLists.from_tensors(slots, starts, selected, 1, made.tables.blocks)
+    assert len(list(work_ranges(lists, 1, made.limit))) == ranges
+
+
 @pytest.mark.parametrize("long", [False, True])
 def test_a_query_may_attend_to_127_blocks_beside_its_own(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels of short and of long blocks; every history block, or a random part of them. Blocks of 16 are not

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from moba_train.attention.kernels.common import call  # noqa: E402
 from moba_train.attention.kernels.common.geometry import block_bound  # noqa: E402
 from moba_train.attention.layout import Layout  # noqa: E402
 from moba_train.attention.moba import moba_attention  # noqa: E402
@@ -87,6 +88,23 @@ def test_outputs_and_gradients_for_the_kernels_own_selection(
     torch.testing.assert_close(got[1].double(), want[1], atol=2e-5, rtol=0)
     for name, a, b, c in zip(("out", "dq", "dk", "dv"), (got[0], *got[2:]), (want[0], *want[2:]), plain, strict=True):
         assert error(a, b) <= 1.1 * error(c, b), f"{name}: {error(a, b):.2e}, written plainly {error(c, b):.2e}"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), [CASES[1], CASES[2], CASES[7], CASES[11]]
+)
+def test_queries_of_a_head_in_several_ranges(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a head's partial results are too large for all its queries at once."""
+    monkeypatch.setattr(call.BlockCall, "limit", sum(lengths))
+    test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_heads, head_dim, dtype, options)
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES[:4] + CASES[8:10])

@@ -78,10 +78,16 @@ def select(
     else:
         parts = pooled_scores.candidate_scores(q_index, k_index, coarse, layout, block_size, coarse_size)
     for queries, blocks, scores_Ktx in parts:
+        own_t, first_t = grid.own_n[queries], grid.first_n[queries]
+        if isinstance(blocks, slice) and top_p is None:
+            where = QueryBlocks(own_t, first_t)
+            chosen_Ktj = choose_blocks(scores_Ktx, where, count, first=first, local=local, start=blocks.start)
+            selected_KnC[:, queries, : chosen_Ktj.shape[2]] = chosen_Ktj
+            continue
         ids_x = blocks
         if isinstance(blocks, slice):
             ids_x = torch.arange(blocks.start, blocks.stop, device=q_index.device)
-        own_t1, first_t1 = grid.own_n[queries, None], grid.first_n[queries, None]
+        own_t1, first_t1 = own_t[:, None], first_t[:, None]
         scores_Ktx = scores_Ktx.masked_fill(ids_x >= own_t1, -torch.inf)
         forced_Ktx = (ids_x < first_t1 + first) | (ids_x > own_t1 - local)
         chosen_Ktj = _best(scores_Ktx, forced_Ktx & (scores_Ktx > -torch.inf), count, top_p)

@@ -117,7 +117,10 @@ class MsaKind(DistilledGate):
         shard = layer.engine.shard(layer.layout)
         x_nD = own_rows(layer.x_TD, shard).detach()
         positions_n = query_positions(*layout_arguments(shard.layout), len(x_nD))
-        q_nKw, k_niw = (layer.rotate_at(x, positions_n) for x in parameters(x_nD))
+        q_nKw, k_niw = parameters(x_nD)
+        # Together: to rotate takes a layer seven launches for the angles, and nine for what is rotated.
+        rotated_nxw = layer.rotate_at(torch.cat((q_nKw, k_niw), 1), positions_n)
+        q_nKw, k_niw = rotated_nxw.split((q_nKw.shape[1], k_niw.shape[1]), 1)
         return q_nKw, shard.gather("index_k", k_niw.flatten(1))
 
     def select(self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:

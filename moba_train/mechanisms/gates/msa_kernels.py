@@ -30,9 +30,8 @@ from moba_train.attention.kernels.common.tiles import TileShape, cut_lists, tile
 from moba_train.attention.layout import Layout
 from moba_train.mechanisms.gates.grid import Attended, block_grid, causal_chunks
 
-_NUMBERS_PER_BLOCK = 4
-"""Numbers of a block and group for `causal_chunks`, so that 4 million scores of blocks exist at once; several copies
-are needed."""
+_COPIES = 4
+"""Tensors of scores that exist at once while the gate learns, for `causal_chunks`; one while it selects."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,11 @@ class Pairs:
         return self.blocks.stop - self.blocks.start, len(self.tokens_t), self.width, self.groups
 
 
-def history_pairs(layout: Layout, block_size: int, groups: int, every: int = 1) -> Iterator[Pairs]:
-    """Every N-th query with every block up to its own, some queries at a time."""
+def history_pairs(layout: Layout, block_size: int, groups: int, copies: int, every: int = 1) -> Iterator[Pairs]:
+    """Every N-th query with every block up to its own, as many queries at a time as `copies` of their scores allow."""
     grid = block_grid(layout, block_size, every)
     edges_N = block_edges(layout, block_size)
-    numbers = groups * _NUMBERS_PER_BLOCK
-    for queries, blocks in causal_chunks(grid.own_on_host, grid.first_on_host, numbers, edges_N.device):
+    for queries, blocks in causal_chunks(grid.own_on_host, grid.first_on_host, groups * copies, edges_N.device):
         edges_b = edges_N[blocks.start : blocks.stop + 1].clone()  # aligned, or the kernels would be compiled again
         tokens_t = grid.tokens_n[queries]
         # Tokens ascend, and with them documents: the queries that see a block are neighbours.
@@ -193,7 +191,7 @@ def block_scores(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """(queries, blocks, the scores of their best tokens, float32 [K, t, b]) a chunk of queries at a time; -inf for
     blocks that a query does not see."""
-    for pairs in history_pairs(layout, block_size, q_index_nKw.shape[1]):
+    for pairs in history_pairs(layout, block_size, q_index_nKw.shape[1], 1):
         scores_Ktb = pairs.empty(-torch.inf, torch.float32)
         q_index_tKw = q_index_nKw[pairs.queries]
         # Without attention, the kernel does not look at its tensors.
@@ -207,7 +205,7 @@ def scored(q_index_nKw: Tensor, k_index_Ty: Tensor, attended: Attended) -> Itera
     if not len(q_nHd):
         return
     if selected_KnC is None:
-        parts = history_pairs(layout, block_size, k_TKd.shape[1], every)
+        parts = history_pairs(layout, block_size, k_TKd.shape[1], _COPIES, every)
     else:
         parts = iter((selected_pairs(selected_KnC, layout, block_size, every),))
     for pairs in parts:

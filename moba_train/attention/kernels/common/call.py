@@ -28,6 +28,9 @@ _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
 # Keys of a program that adds splits: [16, D] of float32 for dk and dv stay in registers.
 _SUMMED_KEYS = 16
+_ONE_HEAD = 2**28
+"""Numbers of one key/value head's partial results, 512 MiB, up to which its queries are not cut into ranges: these cost
+launches, and sums in float32."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,12 @@ class BlockCall:
 
     @property
     def limit(self) -> int:
-        """Partial results in memory at once, at most: two for every query and head."""
+        """Partial results in memory at once, at most: two for every query and head, or more where a key/value head has
+        more and they are small."""
         # At 1M tokens 4096/12 the partial results of all queries together would be 92 GB
         # (docs/explanation/kernels.md, "What it costs").
-        return 2 * self.tokens * self.heads
+        of_a_head = self.tokens * self.group * self.history_blocks
+        return max(2 * self.tokens * self.heads, min(of_a_head, _ONE_HEAD // self.head_dim))
 
     @property
     def longest(self) -> int:

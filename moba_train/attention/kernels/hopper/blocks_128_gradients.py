@@ -145,7 +145,7 @@ class GatheredPass(OnePass):
         return self.summed(self.work_ranges(), self.diagonal(slice(0, self.call.kv_heads)), self.gathered)
 
     def work_ranges(self) -> list[WorkRange]:
-        """Work ranges whose dq is at most twice the size of q, as the partial results of the forward pass."""
+        """Work ranges whose dq takes as much memory as the partial results of the forward pass, at most."""
         return list(work_ranges(self.lists, self.call.kv_heads, self.call.limit))
 
     def gathered(self, work: WorkRange, table: TileTable) -> SplitSums:

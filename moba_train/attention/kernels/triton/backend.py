@@ -1,7 +1,8 @@
 """The Triton backend: attention to selected blocks, forward and backward, in bounded memory.
 
 Partial results exist for a work range at a time: some key/value heads or, where one head's are too many, a range of its
-queries (at 1M tokens, 4096/12, all of them would be 92 GB). The limit is twice the size of q.
+queries (at 1M tokens, 4096/12, all of them would be 92 GB). The limit is twice the size of q, or a key/value head's
+up to 512 MiB.
 
 Queries and keys may be parts of the sequence. Lists name the rows of the given queries, by the block that they
 selected, whether its keys are given or not; keys that are not given are skipped.
