@@ -126,7 +126,7 @@ class Distillation(Objective):
         share -= 1 / math.lcm(options.every, options.full_every) if options.full_every else 0
         teachers = [options.teacher_of(layer) for layer in attention]
         if options.on == "logits":
-            return ObjectiveCosts(share, tuple(teachers), logit_peak=28, logit_traffic=170)
+            return ObjectiveCosts(share, tuple(teachers), logit_peak=16, logit_traffic=130)
         learning = tuple(
             teacher if teacher.kind != layer.kind and not issubclass(KINDS[layer.kind], TwoSublayers) else None
             for layer, teacher in zip(attention, teachers, strict=True)
