@@ -25,8 +25,8 @@ class ObjectiveCosts(NamedTuple):
     kept_bytes: int = 0
     """Bytes that stay until the backward pass, of each element of these attentions' outputs."""
     logit_peak: int = 0
-    """Bytes of each logit of a chunk at the loss's peak; 0: the loss is that of the cross entropy. Else a second model
-    computes its hidden states, forward, with the attention above, and logits of its own."""
+    """Bytes of each logit of a chunk at the loss's peak; 0: that of the cross entropy. Else there is a teacher, which
+    computes a whole forward pass with the attention above, and logits of its own."""
     logit_traffic: int = 0
     """Bytes read and written of each logit, forward and backward."""
 

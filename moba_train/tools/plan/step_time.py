@@ -10,7 +10,7 @@ than their stage's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -234,7 +234,8 @@ class _Step:
         self._machine = machine
         self._width = setup.computation.width
         strategy = layout.strategy
-        self._transports = {} if strategy is None else stage_costs(model, stage, strategy, self._width)
+        every = replace(stage, attention=tuple(attention))  # with those of the objective
+        self._transports = {} if strategy is None else stage_costs(model, every, strategy, self._width)
         costs = [self._transports[layer] for layer in stage.attention if self._transports]
         self._received = sum((Traffic(cost.node_bytes, cost.network_bytes) for cost in costs), Traffic())
         """By all layers, for context parallelism, of one micro-batch."""
@@ -242,7 +243,7 @@ class _Step:
         self._hidden_bytes = self._tokens * model.hidden_size * self._width
         self._kept = [layer.kept for layer in activations.layers]
         self._fed = [feed_forward_costs(model, layer) for layer in range(model.layers)]
-        keys = list(zip(stage.attention, self._kept, self._fed, strict=True))
+        keys = list(zip(stage.attention, self._fed, self._kept, strict=True))
         by_key = {key: self._layer(*key) for key in dict.fromkeys(keys)}
         self._layers = [by_key[key] for key in keys]
         self._micro_batches = layout.micro_batches
@@ -262,12 +263,12 @@ class _Step:
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
         self._rounds = self._micro_batches if sizes.pp == 1 else 1
         stay = sum(layer.weights for layer in activations.layers)
-        self._gathers = 2 - stay / len(activations.layers) if sizes.pp == 1 else 1.0
+        taught = self._objective.share if self._objective.logit_peak else 0.0
+        self._gathers = taught + (2 - stay / len(activations.layers) if sizes.pp == 1 else 1.0)
         """Number of times that FSDP gathers a block's weights for one micro-batch, or a pipeline for all, on average.
 
-        Once for the forward pass, and again for the backward pass where they were freed between.
+        Once for the forward pass, again for the backward pass where they were freed between, and for a teacher.
         """
-        self._gathers += self._objective.share * (self._objective.logit_peak > 0)
         self._further = self._objective_seconds()
 
     def _not_gathered(self, experts: float) -> float:
@@ -316,7 +317,7 @@ class _Step:
             "pp": self._passed_on(),
         }
 
-    def _layer(self, attention: LayerAttention, kept: Kept, fed: FeedForwardCosts) -> LayerTime:
+    def _layer(self, attention: LayerAttention, fed: FeedForwardCosts, kept: Kept) -> LayerTime:
         """A layer with this attention and feed-forward that keeps so much for its backward pass."""
         model, rates = self._model, self._machine.rates
         tokens = self._tokens / self._sizes.tp
@@ -349,15 +350,13 @@ class _Step:
 
     def _objective_seconds(self) -> float:
         """Seconds of what the objective computes of all layers, for a micro-batch and on average over the steps."""
-        seconds = 0.0
-        for attention, layer, fed in zip(self._objective.attention, self._layers, self._fed, strict=False):
-            if attention is None:
-                continue
-            seconds += self._tokens / self._sizes.tp * self._attention[attention][0]
-            if self._objective.logit_peak:
-                there = self._layer(attention, Kept.ALL, fed)
-                seconds += there.forward - there.attention / 3
-        return self._objective.share * seconds
+        objective = self._objective
+        attentions = [attention for attention in objective.attention if attention is not None]
+        seconds = self._tokens / self._sizes.tp * sum(self._attention[attention][0] for attention in attentions)
+        if objective.logit_peak:
+            layers = [self._layer(*key, Kept.ALL) for key in zip(attentions, self._fed, strict=True)]
+            seconds += sum(layer.forward - layer.attention / 3 for layer in layers)
+        return objective.share * seconds
 
     def _expert_traffic(self, fed: FeedForwardCosts, kept: Kept) -> Traffic:
         """Bytes that a rank receives of a layer's tokens: to their experts and back, forward and backward, and to their
