@@ -32,11 +32,11 @@ LENGTH = 16384
 MOBA = {"default": "moba", "full_layers": "last:2"}
 
 
-def planned(ranks: int = 1, **distill: Any) -> Any:
-    """The plan of a stage of 16 layers, two of them with full attention, and the seconds of its step by part."""
+def planned(ranks: int = 1, cp: int = 1, attention: dict[str, Any] = MOBA, **distill: Any) -> Any:
+    """The plan of a stage of 16 layers, two of them with full attention, and its step."""
     stage = {"name": "only", "seq_len": LENGTH, "tokens": "16M"} | ({"distill": distill} if distill else {})
-    changes = {"batch_tokens": ranks * LENGTH, "activation_checkpointing": "none", "compile": True}
-    recipe = config("llama-1b", "16K", MOBA, stages=[stage], **changes)
+    changes = {"batch_tokens": ranks // cp * LENGTH, "activation_checkpointing": "none", "compile": True}
+    recipe = config("llama-1b", "16K", attention, stages=[stage], parallel={"cp": cp}, **changes)
     plan = plan_of(recipe, ranks, documents=[Documents((LENGTH,), from_corpora=True)])
     return plan.stages[0], plan.steps[0]
 
@@ -80,6 +80,14 @@ def test_a_teacher_gathers_the_weights_once_more() -> None:
     (_, labels), (_, step) = planned(2), planned(2, weight=0.5)
     blocks = 16 * (2048 * (2 * 2048 + 2 * 512 + 3 * 8192) + 2 * 2048)
     assert step.traffic["fsdp"].node - labels.traffic["fsdp"].node == 2 * blocks / 2
+
+
+def test_a_teacher_exchanges_keys_and_values() -> None:
+    """Of windows every rank has nearly all that it needs; full attention needs those of both."""
+    windows = {"default": "window", "window": {"window": 512}}
+    (_, alone), (_, step) = (planned(cp, cp, windows, weight=0.5) for cp in (1, 2))
+    assert step.time.objective > alone.time.objective / 2
+    assert step.time.cp < step.time.objective - alone.time.objective / 2
 
 
 class Logits(TorchDispatchMode):
