@@ -47,6 +47,7 @@ def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
                 "stage": "s",
                 "step": n,
                 "tokens": 500 * n,
+                "loss": 1.0,
                 "step_s": seconds,
                 "tokens_per_s": 1.0,
             }
