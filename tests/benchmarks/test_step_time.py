@@ -212,9 +212,9 @@ def test_stages_of_sparsify_are_predicted_as_the_document_says() -> None:
     of_arm = {arm: seeds[0]["stages"] for arm, seeds in run["arms"].items()}
     measured = (of_arm["full"]["dense"], of_arm["sparse"]["dense"], of_arm["sparse"]["sparse"])
     text = (ROOT / COMPARED).read_text()
-    for name, stage, found in zip(stages, steps, measured, strict=True):
-        times = f"| {name} | {found['step_s']:.2f} | {stage.time.seconds:.2f} | "
+    for name, step, found in zip(stages, steps, measured, strict=True):
+        times = f"| {name} | {found['step_s']:.2f} | {step.time.seconds:.2f} | "
         (rest,) = re.findall(f"{re.escape(times)}(.*) \\|$", text, re.MULTILINE)
         _, _, memory, _ = rest.split(" | ")
-        assert memory == f"{stage.memory / 2**30:.1f}", name
-        assert -0.18 < stage.time.seconds / found["step_s"] - 1 < 0.05, name
+        assert memory == f"{step.memory / 2**30:.1f}", name
+        assert -0.18 < step.time.seconds / found["step_s"] - 1 < 0.05, name
