@@ -211,8 +211,9 @@ class Distillation(Objective):
 
     def _teacher(self, kind: AttentionKind) -> AttentionKind:
         """The teacher's attention in a layer of this kind."""
-        teacher = self._options.teacher_of(LayerAttention(kind.name, kind.options))
-        return kind if teacher.kind == kind.name else build_attention([teacher], kind.head_dim)[0]
+        own = LayerAttention(kind.name, kind.options)
+        teacher = self._options.teacher_of(own)
+        return kind if teacher is own else build_attention([teacher], kind.head_dim)[0]
 
     def _full_step(self, kind: AttentionKind) -> AttentionKind:
         """The teacher's attention; a gate with a warm-up learns from it."""
