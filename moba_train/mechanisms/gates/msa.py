@@ -115,12 +115,15 @@ class MsaKind(DistilledGate):
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
         """Index queries [n, K, w] of this rank and index keys of all tokens, side by side: [T, w] or [T, K * w]."""
         shard = layer.engine.shard(layer.layout)
-        x_nD = own_rows(layer.x_TD, shard).detach()
-        positions_n = query_positions(*layout_arguments(shard.layout), len(x_nD))
-        q_nKw, k_niw = parameters(x_nD)
-        # Together: to rotate takes a layer seven launches for the angles, and nine for what is rotated.
-        rotated_nxw = layer.rotate_at(torch.cat((q_nKw, k_niw), 1), positions_n)
-        q_nKw, k_niw = rotated_nxw.split((q_nKw.shape[1], k_niw.shape[1]), 1)
+        q_LKw, k_Liw = parameters(layer.x_TD.detach())
+        both_Lxw = torch.cat((q_LKw, k_Liw), 1)  # to rotate takes nine launches
+        if both_Lxw.shape[-1] == layer.q_THd.shape[-1]:  # the layer has the angles of this width, another twelve
+            rotated_nxw = own_rows(layer.rotate(both_Lxw), shard)
+        else:
+            both_nxw = own_rows(both_Lxw, shard)
+            positions_n = query_positions(*layout_arguments(shard.layout), len(both_nxw))
+            rotated_nxw = layer.rotate_at(both_nxw, positions_n)
+        q_nKw, k_niw = rotated_nxw.split((q_LKw.shape[1], k_Liw.shape[1]), 1)
         return q_nKw, shard.gather("index_k", k_niw.flatten(1))
 
     def select(self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
