@@ -176,6 +176,7 @@ SIZES = {"block_size": 16, "topk": 8}
         (layer_of("msa", **SIZES), 4 * 6 * 7),
         (layer_of("msa", index_keys="group", kl_every=8, **SIZES), 4 * 6 * 7),
         (layer_of("msa", train_gate=False, **SIZES), 4 * 6 * 7),
+        (layer_of("msa", index_dim=16, **SIZES), 4 * 6 * 7),
         (layer_of("indexer", mode="warmup", **SIZES, local_blocks=1), 0),
         (layer_of("indexer", **SIZES, local_blocks=1), 0),
     ],

@@ -158,8 +158,9 @@ class MsaKind(DistilledGate):
     def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Bytes of the base class, and index keys: gathered in mode sparse. In the warm-up, keys and index keys of
         other ranks are kept, from which the gate learns. While it learns it keeps index queries and keys, before norms
-        as well, float32 angles of their rotation and, in mode sparse, the selected blocks of each group. Short blocks
-        are kept by group; the backward pass lists them by block, which takes as many bytes twice."""
+        as well, float32 angles of their rotation if they are not as wide as heads and, in mode sparse, the selected
+        blocks of each group. Short blocks are kept by group; the backward pass lists them by block, which takes as many
+        bytes twice."""
         found = super().token_bytes(model, batch)
         width = self._index_width(model)
         index = self.key_heads(self.options, model) * width
@@ -167,7 +168,8 @@ class MsaKind(DistilledGate):
         learned = 0
         if self.facts.learns:
             queries = model.kv_heads * self.index_heads * width
-            learned = batch.width * (queries + index) * (2 if self.normalises(model) else 1) + 4 * width + by_group
+            learned = batch.width * (queries + index) * (2 if self.normalises(model) else 1) + by_group
+            learned += 4 * width if width != model.head_width else 0
         if found.gathered is not None:
             found = found._replace(activations=learned, gathered=found.gathered + batch.width * index)
             if not isinstance(self.blocks, ShortBlocks):
