@@ -92,6 +92,7 @@ def scores_of(evaluation: dict[str, Any]) -> dict[str, Any]:
         "needle_full": evaluation["numbers"].get("needle_full"),
         "needle_by_length": dict(zip(map(str, needle["lengths"]), map(statistics.mean, by_depth), strict=True)),
         "needle_by_depth": dict(zip(map(str, needle["lengths"]), by_depth, strict=True)),
+        "needle_outcomes": needle["maps"][own].get("outcomes"),  # evaluations of earlier versions have none
         "ruler": evaluation["numbers"]["ruler"],
         "ruler_by_length": dict(
             zip(map(str, ruler["lengths"]), map(statistics.mean, zip(*tasks, strict=True)), strict=True)

@@ -85,6 +85,8 @@ def test_the_summary_has_what_errors_of_a_difference_are_computed_from(made: Pat
         assert len(one["trailing_by_sequence"]) == len(one["trailing_documents"]) == 2
         assert statistics.mean(one["trailing_by_sequence"]) == pytest.approx(one["trailing"], abs=1e-4)
         assert {key: statistics.mean(of) for key, of in one["needle_by_depth"].items()} == one["needle_by_length"]
+        counted = [[row.count("1") / len(row) for row in rows] for rows in one["needle_outcomes"]]
+        assert counted == [*one["needle_by_depth"].values()]
     assert arms["sparse"][0]["stages"]["sparse"]["loss"] == pytest.approx(
         arms["full"][0]["stages"]["full"]["loss"], rel=0.1
     )
