@@ -1,4 +1,4 @@
-"""Pictures of a run's report: its head with the loss, and the loss by position.
+"""Picture of a run's report: its head with the loss.
 
     bash launch/quickstart.sh
     python -m benchmarks.report_pictures runs/quickstart/report.html
@@ -17,22 +17,18 @@ from selenium.webdriver.support.ui import WebDriverWait
 from benchmarks.pictures import FOLDER
 
 WIDTH = 1260
-"""Pixels of the window, in which the tiles stand in one row; pictures have half as many again."""
-CHARTS = {"report-loss": ("loss",), "report-position": ("position-wise", "position-gap")}
-"""Charts of each picture. That of the loss has all that is above."""
+"""Pixels of the window, in which the tiles stand in one row; the picture has half as many again."""
+NAME = "report-loss.png"
 AREA = """
-const charts = [...arguments].map((key) => document.getElementById(`chart-${key}`));
-const cards = charts.map((chart) => chart.closest("figure").getBoundingClientRect());
-const top = arguments.length > 1 ? Math.min(...cards.map((card) => card.top)) - 12 : 0;
-const bottom = Math.max(...cards.map((card) => card.bottom)) + 12;
-return {x: 0, y: top + window.scrollY, width: document.body.clientWidth, height: bottom - top};
+const card = document.getElementById("chart-loss").closest("figure").getBoundingClientRect();
+return {x: 0, y: window.scrollY, width: document.body.clientWidth, height: card.bottom + 12};
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, help="report.html")
-    parser.add_argument("--output", type=Path, default=FOLDER, help="folder of the pictures")
+    parser.add_argument("--output", type=Path, default=FOLDER, help="folder of the picture")
     given = parser.parse_args()
     options = webdriver.ChromeOptions()
     for argument in ("--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},1200"):
@@ -41,10 +37,9 @@ def main() -> None:
         browser.get(given.report.resolve().as_uri())
         ready = "return document.documentElement.dataset.ready === 'true'"
         WebDriverWait(browser, 60).until(lambda shown: shown.execute_script(ready))
-        for name, charts in CHARTS.items():
-            clip = {**browser.execute_script(AREA, *charts), "scale": 1.5}
-            found = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
-            (given.output / f"{name}.png").write_bytes(base64.b64decode(found["data"]))
+        clip = {**browser.execute_script(AREA), "scale": 1.5}
+        found = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
+        (given.output / NAME).write_bytes(base64.b64decode(found["data"]))
 
 
 if __name__ == "__main__":

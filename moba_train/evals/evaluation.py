@@ -18,7 +18,9 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kind import AttentionKind
 from moba_train.attention.registry import KINDS
+from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
@@ -42,15 +44,20 @@ def name_of(layers: Layers) -> str:
     return "+".join(sorted({layer.kind for layer in layers} - {"full"})) or "full"
 
 
+def may_be_full(kind: type[AttentionKind], options: Any) -> bool:
+    """True if full attention may take the kind's place on the same weights: it is a softmax of the layer's scores."""
+    return SOFTMAX.keys() <= kind.statistics.keys() and not kind.projects(options)
+
+
 def full_attention(layer: LayerAttention) -> LayerAttention:
-    """Full attention for a layer; a bare one keeps its own, as it has no projections for another one."""
-    bare = KINDS[layer.kind].projects(layer.options)
-    return layer if bare else LayerAttention("full", FullAttention.Options())
+    """Full attention for a layer that may have it; another one keeps its own."""
+    is_free = may_be_full(KINDS[layer.kind], layer.options)
+    return LayerAttention("full", FullAttention.Options()) if is_free else layer
 
 
 def with_full(layers: Layers) -> dict[str, Layers]:
-    """These layers by their name and, unless all of them have full attention, full attention in every layer that is
-    not bare."""
+    """These layers by their name and, unless all of them have full attention, full attention in every layer that may
+    have it."""
     full = tuple(full_attention(layer) for layer in layers)
     return {name_of(layers): layers} | ({"full": full} if name_of(layers) != "full" else {})
 

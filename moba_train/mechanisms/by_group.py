@@ -315,13 +315,13 @@ class ByGroupKind(AttentionKind):
         learns from, which it counts as kept of other ranks."""
         parts = self.kinds_of(model)
         found = [kind.token_bytes(part, batch) for part, kind in parts]
+        alone = [kind.token_bytes(part, batch._replace(cp=1)).activations for part, kind in parts]
         gathered = 0
-        for (part, _), one in zip(parts, found, strict=True):
+        for (part, _), one, own in zip(parts, found, alone, strict=True):
             keys = 2 * batch.width * part.kv_heads * model.head_width
-            again = one.activations // (batch.cp - 1) if batch.cp > 1 else 0
+            again = (one.activations - own) // max(1, batch.cp - 1)
             gathered += keys + again if one.gathered is None else one.gathered
-        sums = (sum(one.saved for one in found), sum(one.activations for one in found))
-        return TokenBytes(*sums, gathered, max(one.workspace for one in found))
+        return TokenBytes(sum(one.saved for one in found), sum(alone), gathered, max(one.workspace for one in found))
 
     def kinds_of(self, model: ModelConfig) -> list[tuple[ModelConfig, AttentionKind]]:
         """The shape of each part's smaller layer, and its kind."""

@@ -18,6 +18,7 @@ Shape suffixes: n tokens that carry loss or a chunk of them, T tokens of this ra
 heads, d head width.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -28,37 +29,38 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import KindAround
 from moba_train.attention.kind import AttentionKind, LayerInput, TwoSublayers
+from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.schema import RunConfig
+from moba_train.evals.evaluation import full_attention
 from moba_train.mechanisms.by_group import ByGroupKind
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate
 from moba_train.model.build import build_attention
 from moba_train.model.feed_forward import count_tokens
 from moba_train.model.loss import LossTokens, capped
-from moba_train.model.objective import Objective
+from moba_train.model.objective import Objective, ObjectiveCosts
 from moba_train.model.transformer import Transformer
 
 
 class DistillOptions(Section):
     """Self-distillation: the stage's attention learns from full attention on the same weights, in addition to the
-    labels. Costs full attention once more, forward, which plans and MFU do not count."""
+    labels. Costs the teacher's forward pass, and on logits a second product with the output weight: plans count them,
+    MFU does not. Plans take steps of `full_every` for steps with the stage's own attention."""
 
     teacher: Literal["full", "full_and_windows", "base"] = Field(
         "full",
-        description="the same step's weights, with full attention in all layers; full_and_windows: layers of kind "
-        "window keep theirs, as in models that have both; base: full attention on the weights without adapters",
-    )
-    loss: Literal["kl"] = Field(
-        "kl", description="on logits: KL divergence of the teacher's distribution from the student's"
+        description="the same step's weights, with full attention in all layers that have a softmax; full_and_windows: "
+        "layers of kind window keep theirs, as in models that have both; base: full attention on the weights without "
+        "adapters",
     )
     on: Literal["logits", "attention"] = Field(
         "logits",
-        description="what is compared: logits: the distributions over the vocabulary; attention: each sparse layer's "
-        "output with full attention's on the same input, by its relative squared error, which needs parallel.tp 1",
+        description="what is compared: logits: the distributions over the vocabulary, by KL divergence; attention: "
+        "each sparse layer's output with full attention's on the same input, by its relative squared error, which "
+        "needs parallel.tp 1",
     )
     weight: float = Field(
         0.5,
@@ -75,6 +77,11 @@ class DistillOptions(Section):
         description="every N-th step trains with full attention in all layers and learns labels, so that keys that "
         "no query selects get gradients; gates with a warm-up learn in it as there; null: none",
     )
+
+    def teacher_of(self, layer: LayerAttention) -> LayerAttention:
+        """The teacher's attention in a layer with this one."""
+        is_window = layer.kind == "window" and self.teacher == "full_and_windows"
+        return layer if is_window else full_attention(layer)
 
 
 class Distillation(Objective):
@@ -108,6 +115,20 @@ class Distillation(Objective):
         if options.teacher == "base" and (config.adapters.given is None or options.on == "attention"):
             return [".teacher: given 'base'; allowed with adapters, and on: logits, else full"]
         return []
+
+    @classmethod
+    def costs(cls, options: DistillOptions, attention: Sequence[LayerAttention]) -> ObjectiveCosts:
+        """The teacher's forward pass and logits or, on attention, its attention in the layers that learn."""
+        share = 1 / options.every
+        share -= 1 / math.lcm(options.every, options.full_every) if options.full_every else 0
+        teachers = [options.teacher_of(layer) for layer in attention]
+        if options.on == "logits":
+            return ObjectiveCosts(share, tuple(teachers), logit_peak=16, logit_traffic=130)
+        learning = tuple(
+            teacher if teacher.kind != layer.kind and not issubclass(KINDS[layer.kind], TwoSublayers) else None
+            for layer, teacher in zip(attention, teachers, strict=True)
+        )
+        return ObjectiveCosts(share, learning, kept_bytes=4)
 
     def begin_step(self, step: int) -> None:
         """Forget the step before."""
@@ -186,11 +207,10 @@ class Distillation(Objective):
         return dict(zip(("cross_entropy", "distillation"), self._sums, strict=True))
 
     def _teacher(self, kind: AttentionKind) -> AttentionKind:
-        """The teacher's attention in a layer of this kind; a bare layer has no projections for another one."""
-        is_window = kind.name == "window" and self._options.teacher == "full_and_windows"
-        if is_window or kind.projects(kind.options):
-            return kind
-        return build_attention([LayerAttention("full", FullAttention.Options())], kind.head_dim)[0]
+        """The teacher's attention in a layer of this kind."""
+        own = LayerAttention(kind.name, kind.options)
+        teacher = self._options.teacher_of(own)
+        return kind if teacher is own else build_attention([teacher], kind.head_dim)[0]
 
     def _full_step(self, kind: AttentionKind) -> AttentionKind:
         """The teacher's attention; a gate with a warm-up learns from it."""

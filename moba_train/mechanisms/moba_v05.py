@@ -34,7 +34,7 @@ from moba_train.mechanisms.moba_v1 import SummedMoba
 
 
 class CrossAttention(nn.Module):
-    """Norm, q, k, v and o of the shapes and kinds that the layer's own attention has."""
+    """Norm, q, k, v and o of the shapes that the layer's own attention has, and norms of each head if it has any."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()

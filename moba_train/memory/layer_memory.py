@@ -10,6 +10,7 @@ from moba_train.config.stages import Stage
 from moba_train.memory.pipeline import RankWork
 from moba_train.model.build import build_attention
 from moba_train.model.feed_forward import feed_forward_costs
+from moba_train.model.objective import objective_costs
 from moba_train.parallel.activations import FEED_FORWARD_ROWS, Kept, LayerActivations
 from moba_train.parallel.fsdp import Computation
 
@@ -113,6 +114,9 @@ class LayerMemory:
         for layer, gates in enumerate(map(model.gates, range(model.layers))):
             # The sigmoid, and what the output projection is given instead of the attention's output.
             self._own[layer] += width * (gates + model.heads * model.head_width) * (gates > 0)
+        objective = objective_costs(stage)
+        for layer, compared in enumerate(objective.attention):
+            self._own[layer] += objective.kept_bytes * model.heads * model.head_width * (compared is not None)
 
     def kept(self, layer: int, kept: Kept) -> int:
         """Bytes that a layer keeps from its forward pass to its backward pass, on the GPU or its host."""

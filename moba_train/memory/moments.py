@@ -17,6 +17,7 @@ from moba_train.memory.layer_memory import LayerMemory
 from moba_train.memory.pipeline import RankWork
 from moba_train.memory.weights import Weights
 from moba_train.model.loss import chunk_tokens, filled_rows
+from moba_train.model.objective import objective_costs
 from moba_train.parallel.activations import LayerActivations
 from moba_train.parallel.context.costs import TransportMemory
 from moba_train.parallel.fsdp import Computation
@@ -144,6 +145,7 @@ class RankMoments:
         self._work = work
         self._weights = weights
         self._memory = memory
+        self._logit_peak = objective_costs(stage).logit_peak
         self._gradients = _gradients(stage, sizes, weights)
         host_optimizer = weights.optimizer if optimizer_on_host else 0
         trained = weights.trained.shard
@@ -206,9 +208,10 @@ class RankMoments:
     def _loss(self, all_kept: int, held: int) -> Memory:
         rows_here = self._memory.tokens // self._sizes.tp
         complete = chunk_tokens(self._model.vocab_size)
+        own = self._logit_peak * min(complete, rows_here)
         rows = min(complete, rows_here)
         rows = filled_rows(rows) if self._computation.compiled else rows
-        logits = bytes_per_logit(self._computation) * rows * self._model.vocab_size
+        logits = max(own, bytes_per_logit(self._computation) * rows) * self._model.vocab_size
         chunk = logits + 2 * min(rows, rows_here) * self._width * self._model.hidden_size
         # Their gradients, whose sums over chunks are scaled.
         hidden, weight = self._memory.hidden, self._weights.head if self._weights.trained.ends else 0
@@ -222,7 +225,8 @@ class RankMoments:
             - self._weights.gathered_outer
             + held
             + copied,
-            activations=all_kept + 2 * hidden,  # the last block's output, before and after the norm
+            # The last block's output, before and after the norm, and that of a teacher.
+            activations=all_kept + (3 if own else 2) * hidden,
             working=max(last_chunk, 2 * (hidden + weight) - copied),
         )
 

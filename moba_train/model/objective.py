@@ -4,11 +4,31 @@ Shape suffixes: n tokens that carry loss or a chunk of them, D hidden size, V vo
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
+from moba_train.config.stages import Stage
+from moba_train.registry import OBJECTIVES
+
+
+class ObjectiveCosts(NamedTuple):
+    """Costs of an objective for plans, in addition to those of the cross entropy."""
+
+    share: float = 0.0
+    """Share of the steps that have these costs."""
+    attention: tuple[LayerAttention | None, ...] = ()
+    """Attention that each layer computes once more, forward and without gradient; None: none."""
+    kept_bytes: int = 0
+    """Bytes that stay until the backward pass, of each element of these attentions' outputs."""
+    logit_peak: int = 0
+    """Bytes of each logit of a chunk at the loss's peak; 0: that of the cross entropy. Else there is a teacher, which
+    computes a whole forward pass with the attention above, and logits of its own."""
+    logit_traffic: int = 0
+    """Bytes read and written of each logit, forward and backward."""
 
 
 class Objective(ABC):
@@ -23,6 +43,11 @@ class Objective(ABC):
     @abstractmethod
     def problems(cls, options: Any, config: Any) -> list[str]:
         """Problems with the recipe, a `RunConfig`, each begun with a key's end: `.on: given ...; allowed: ...`."""
+
+    @classmethod
+    def costs(cls, options: Any, attention: Sequence[LayerAttention]) -> ObjectiveCosts:
+        """Costs in a stage with the attention of these layers. The default is none."""
+        return ObjectiveCosts()
 
     @abstractmethod
     def begin_step(self, step: int) -> None:
@@ -42,3 +67,12 @@ class Objective(ABC):
     @abstractmethod
     def measured(self) -> dict[str, Tensor]:
         """Further metrics of the step, scalars over all ranks. Called once a step on all ranks together."""
+
+
+def objective_costs(stage: Stage) -> ObjectiveCosts:
+    """Costs of a stage's objective; none without one."""
+    if stage.objective is None:
+        return ObjectiveCosts()
+    name, options = stage.objective
+    found: ObjectiveCosts = OBJECTIVES[name].costs(options, stage.attention)
+    return found

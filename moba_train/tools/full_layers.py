@@ -23,7 +23,7 @@ from moba_train.config.base import MOST_SAMPLES, Length
 from moba_train.config.load import Dumper
 from moba_train.data.samples import Sample
 from moba_train.errors import DataError
-from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting, Layers
+from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting, Layers, may_be_full
 from moba_train.evals.position_wise import (
     LongDocumentEvaluation,
     PositionWise,
@@ -128,8 +128,8 @@ class FullLayers(LongDocumentEvaluation[FullLayersConfig]):
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`full_layers_loss`: trailing loss with the chosen layers full and all others sparse."""
         own = context.attentions[context.own]
-        # A window stays what it is, and so does a layer that has no projections for another kind.
-        can = [layer.kind != "window" and not KINDS[layer.kind].projects(layer.options) for layer in own]
+        # A window stays what it is, and so does a layer whose projections are not for another kind.
+        can = [layer.kind != "window" and may_be_full(KINDS[layer.kind], layer.options) for layer in own]
         open_layers = [number for number, switches in enumerate(can) if switches]
         sparse = next((own[layer] for layer in open_layers if own[layer].kind != "full"), None)
         count = self._options.count

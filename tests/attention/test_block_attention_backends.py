@@ -81,7 +81,7 @@ def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason() -
         pick("triton", block_size=64, layout=part)
 
 
-def test_flash_shares_the_selection_kernels_where_they_can_run() -> None:
+def test_composed_shares_the_selection_kernels_where_they_can_run() -> None:
     def pick(wanted: str, x: torch.Tensor, count: int = 2) -> Any:
         return pick_selector(wanted, x, packed([1], "cpu"), block_size=64, history_blocks=count)
 
@@ -94,7 +94,7 @@ def test_flash_shares_the_selection_kernels_where_they_can_run() -> None:
     assert pick("auto", torch.zeros(1, 1, 128)) is gate
 
 
-def test_the_selection_of_flash_is_the_blocks_alone_and_of_the_shape_that_tracing_is_told(
+def test_the_selection_of_composed_is_the_blocks_alone_and_of_the_shape_that_tracing_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()

@@ -196,6 +196,17 @@ def test_the_table_has_what_was_measured_and_every_reason(tmp_path: Path, monkey
     assert page.read_text() == f"a\n{MARKER}\n\n{render(data)}\n\n{END}\nb\n"
 
 
+def test_the_document_has_the_rows_of_index_keys_and_groups() -> None:
+    text = (ROOT / "benchmarks" / "measured" / "attention-kinds.md").read_text()
+    found = json.loads((mechanisms_table.RESULT.parent / "distilled-groups-h200.json").read_text())["results"]
+    for short, long in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
+        assert short["row"] == long["row"]
+        cells = [f"{row['both_ms']['median']:#.3g}" for row in (short, long)]
+        if short["row"] != "full":
+            cells = [f"{ms} ({row['time_ratio']:#.2g})" for ms, row in zip(cells, (short, long), strict=True)]
+        assert f"| `{short['row']}` | {' | '.join(cells)} |\n" in text
+
+
 def test_the_document_holds_the_table_of_the_committed_result() -> None:
     text = (ROOT / "benchmarks" / "measured" / "attention-kinds.md").read_text()
     inside = text.partition(MARKER)[2].partition(END)[0].strip()

@@ -112,6 +112,14 @@ def test_some_page_or_comment_cites_every_result_and_the_log_alone_does_not_suff
     assert held - cited == set()
 
 
+def test_some_page_shows_every_picture() -> None:
+    root = FOLDER.parent
+    text = "".join(
+        path.read_text() for path in [root / "README.md", *FOLDER.rglob("*.md"), *(root / "docs").rglob("*.md")]
+    )
+    assert [path.name for path in (root / "docs" / "images").iterdir() if f"images/{path.name})" not in text] == []
+
+
 @pytest.mark.parametrize("path", [*RESULTS, *FIGURES], ids=lambda path: path.name)
 def test_every_json_reader_accepts_the_results(path: Path) -> None:
     json.loads(path.read_text(), parse_constant=pytest.fail)

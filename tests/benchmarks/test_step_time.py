@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks import step_time
 from benchmarks.measured_steps import LEFT_OUT, STEPS
@@ -24,10 +25,12 @@ from benchmarks.step_time import (
     summary,
     table,
 )
+from moba_train.config.schema import RunConfig
 from moba_train.memory.devices import H200
 from moba_train.tools.plan.rates import named_gpu, read_rates, shipped_rates
 from moba_train.tools.plan.step_time import StageStep
 from tests.guide import ROOT
+from tests.resolved import plan_of
 
 RATES = shipped_rates(H200)
 
@@ -186,3 +189,32 @@ def test_another_gpus_rates_are_scaled_by_its_peak_or_by_its_memory() -> None:
                 if (ours.kind, ours.options.get("block_size")) == (kind, block_size):
                     expected = min(speed, 236 / 128 * peak) if block_size == 128 else speed
                     assert ours.both_ms / theirs.both_ms == pytest.approx(expected, rel=1e-3), (name, ours)
+
+
+def test_stages_of_sparsify_are_predicted_as_the_document_says() -> None:
+    """On one GPU, each sequence a single document."""
+    model = yaml.safe_load((ROOT / "configs/models/smollm2-135m.yaml").read_text())["model"]
+    model["rope"] = {"kind": "abf", "theta": 1e6}
+    options = {"block_size": 128, "topk": 32, "kl_weight": 0.1, "kl_every": 8, "index_keys": "group"}
+    gate: dict[str, Any] = {"default": "msa", "full_layers": [17, 18, 20], "msa": options}
+    recipe = {"name": "arm", "run_dir": "runs/arm", "data": {"train": [{"path": "a"}]}, "batch_tokens": 131072}
+    stages: dict[str, dict[str, Any]] = {
+        "full attention": {"attention": {"default": "full"}},
+        "the gate's warm-up": {"attention": gate | {"msa": options | {"mode": "warmup"}}},
+        "sparse, with a teacher": {"attention": gate, "distill": {"teacher": "full", "weight": 0.5}},
+    }
+    steps: list[StageStep] = []
+    for own in stages.values():
+        stage = {"name": "only", "seq_len": 32768, "tokens": "5M"} | own
+        arm = recipe | {"model": model, "attention": own["attention"], "stages": [stage]}
+        steps += plan_of(RunConfig.model_validate(arm), 1).steps
+    (run,) = json.loads((RESULTS / "sparsify-fifth-h200.json").read_text())["results"]
+    of_arm = {arm: seeds[0]["stages"] for arm, seeds in run["arms"].items()}
+    measured = (of_arm["full"]["dense"], of_arm["sparse"]["dense"], of_arm["sparse"]["sparse"])
+    text = (ROOT / COMPARED).read_text()
+    for name, step, found in zip(stages, steps, measured, strict=True):
+        times = f"| {name} | {found['step_s']:.2f} | {step.time.seconds:.2f} | "
+        (rest,) = re.findall(f"{re.escape(times)}(.*) \\|$", text, re.MULTILINE)
+        _, _, memory, _ = rest.split(" | ")
+        assert memory == f"{step.memory / 2**30:.1f}", name
+        assert -0.18 < step.time.seconds / found["step_s"] - 1 < 0.05, name

@@ -80,6 +80,8 @@ ATTENTION: list[tuple[str, dict[str, Any]]] = [
     ("capped", {"cap": 0.7, "window": 9}),
     ("gdn", {}),
     ("gdn", {"heads": {"keys": 2, "values": 6, "width": 4}}),
+    ("moba_v1", {"block_size": 4, "topk": 3, "merge": "gate"}),
+    ("oracle", {"block_size": 4, "topk": 3, "select": "group"}),
 ]
 """Kinds that a layer may have, with options for a few dozen tokens; those that are not registered are left out."""
 MODELS: list[dict[str, Any]] = [

@@ -22,6 +22,7 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
 from moba_train.errors import ConfigError
+from moba_train.evals.evaluation import with_full
 from moba_train.mechanisms import distillation
 from moba_train.mechanisms.by_group import ByGroupKind
 from moba_train.mechanisms.distillation import Distillation, DistillOptions
@@ -243,6 +244,19 @@ def test_windows_of_the_model_are_the_teachers_where_it_is_asked_for() -> None:
     assert Distillation(DistillOptions())._teacher(window).name == "full"
 
 
+@pytest.mark.parametrize("name", ["lightning", "kda"])
+def test_layers_without_softmax_stay_where_others_get_full_attention(name: str) -> None:
+    """In the teacher and in evaluations: full attention of their queries and keys is nothing that was trained."""
+    linear = LayerAttention(name, KINDS[name].Options())
+    (kind,) = build_attention([linear], 4)
+    assert Distillation(DistillOptions())._teacher(kind) is kind
+    moba, full = (LayerAttention(one, KINDS[one].Options()) for one in ("moba", "full"))
+    assert with_full((linear, moba, full)) == {
+        "+".join(sorted((name, "moba"))): (linear, moba, full),
+        "full": (linear, full, full),
+    }
+
+
 def test_logits_exist_for_a_chunk_of_tokens_at_a_time(
     alone: World, prefix: str, expected: dict[str, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +322,6 @@ def test_it_resumes_bitwise_inside_the_stage(finished: Run, run: Run) -> None:
 def test_a_recipe_says_it_back(finished: Run) -> None:
     assert load_config(finished.run_dir / "config.yaml").stages[1].given_members["distill"].model_dump() == {
         "teacher": "full",
-        "loss": "kl",
         "on": "logits",
         "weight": 0.5,
         "temperature": 1.0,

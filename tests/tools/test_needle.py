@@ -112,6 +112,7 @@ def test_a_model_that_reads_finds_all_needles_and_one_of_short_sight_only_the_la
     assert "needle 1.000 of 18 samples with moba attention" in found.message
     short = evaluation.run(context(config, Reader(config, sight=120)))
     assert short.data["maps"]["full"]["passed"] == [[0.0, 0.0, 1.0]] * 2
+    assert short.data["maps"]["full"]["outcomes"] == [["000", "000", "111"]] * 2
     assert short.data["maps"]["full"]["generated"] == [[0.0, 0.0, 1.0]] * 2
     assert short.numbers["needle"] == pytest.approx(1 / 3)
     blind = evaluation.run(context(config, Reader(config, sight=30)))

@@ -117,7 +117,7 @@ def test_answers_and_selected_blocks_are_exactly_those_of_one_device(
     assert found["tokens"]["moba"] != found["tokens"]["full"]
     assert max(predicted) < load_tokenizer(texts / "tok.model").vocab_size
     for name, wanted in one_device["needle"]["maps"].items():
-        for key in ("passed", "answers", "selected"):
+        for key in ("passed", "outcomes", "answers", "selected"):
             assert found["needle"]["maps"][name][key] == wanted[key], (name, key)
         if layout in ("dp", "cp, allgather"):  # new tokens are each rank's own, whatever shares the sequences
             assert found["needle"]["maps"][name]["generated"] == wanted["generated"]

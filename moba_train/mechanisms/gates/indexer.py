@@ -118,6 +118,11 @@ class IndexerKind(QsaKind):
         assert isinstance(options, IndexerKind.Options)
         return Indexer(model, options.index_dim, options.index_heads)
 
+    @classmethod
+    def normalises(cls, model: ModelConfig) -> bool:
+        """True if index queries and keys are normalised: where the model normalises q and k."""
+        return bool(model.qk_norm)
+
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
         """Features [n, K, x] of this rank's queries, and index keys of all tokens, [T, y]."""
         q_nIw, k_Ty = super().features(layer, parameters)
@@ -166,6 +171,6 @@ class Indexer(IndexBranch):
     """An index branch with `heads` index queries for each group and their weights; None: one, without."""
 
     def __init__(self, model: ModelConfig, width: int, heads: int | None) -> None:
-        super().__init__(model, width, model.kv_heads, bool(model.qk_norm), heads or 1)
+        super().__init__(model, width, model.kv_heads, IndexerKind.normalises(model), heads or 1)
         self.groups = model.kv_heads
         self.weights = nn.Linear(model.hidden_size, model.kv_heads * heads, bias=False) if heads else None

@@ -84,9 +84,13 @@ class MsaKind(DistilledGate):
 
     @classmethod
     def parameters(cls, options: IndexOptions, model: ModelConfig, layer: int) -> nn.Module:
-        # As in MiniMax-M3: normalised where the model normalises q and k.
         width = options.index_dim or model.head_width
-        return IndexBranch(model, width, cls.key_heads(options, model), bool(model.qk_norm))
+        return IndexBranch(model, width, cls.key_heads(options, model), cls.normalises(model))
+
+    @classmethod
+    def normalises(cls, model: ModelConfig) -> bool:
+        """True if index queries and keys are normalised: as in MiniMax-M3, where the model normalises q and k."""
+        return bool(model.qk_norm)
 
     @classmethod
     def key_heads(cls, options: Section, model: ModelConfig) -> int:
@@ -111,12 +115,15 @@ class MsaKind(DistilledGate):
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
         """Index queries [n, K, w] of this rank and index keys of all tokens, side by side: [T, w] or [T, K * w]."""
         shard = layer.engine.shard(layer.layout)
-        x_nD = own_rows(layer.x_TD, shard).detach()
-        positions_n = query_positions(*layout_arguments(shard.layout), len(x_nD))
-        q_nKw, k_niw = parameters(x_nD)
-        # Together: to rotate takes a layer seven launches for the angles, and nine for what is rotated.
-        rotated_nxw = layer.rotate_at(torch.cat((q_nKw, k_niw), 1), positions_n)
-        q_nKw, k_niw = rotated_nxw.split((q_nKw.shape[1], k_niw.shape[1]), 1)
+        q_LKw, k_Liw = parameters(layer.x_TD.detach())
+        both_Lxw = torch.cat((q_LKw, k_Liw), 1)  # to rotate takes nine launches
+        if both_Lxw.shape[-1] == layer.q_THd.shape[-1]:  # the layer has the angles of this width, another twelve
+            rotated_nxw = own_rows(layer.rotate(both_Lxw), shard)
+        else:
+            both_nxw = own_rows(both_Lxw, shard)
+            positions_n = query_positions(*layout_arguments(shard.layout), len(both_nxw))
+            rotated_nxw = layer.rotate_at(both_nxw, positions_n)
+        q_nKw, k_niw = rotated_nxw.split((q_LKw.shape[1], k_Liw.shape[1]), 1)
         return q_nKw, shard.gather("index_k", k_niw.flatten(1))
 
     def select(self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
@@ -135,7 +142,9 @@ class MsaKind(DistilledGate):
     def divergence(self, features: Features, shard: Shard, teacher: Teacher) -> Tensor:
         """The mean over groups."""
         q_nHd, k_TKd, lse_Hn, selected_HnC = teacher
-        selected_KnC = None if selected_HnC is None else selected_HnC[:: len(selected_HnC) // k_TKd.shape[1]]
+        selected_KnC = None
+        if selected_HnC is not None:  # a view would keep the blocks of all heads
+            selected_KnC = selected_HnC[:: len(selected_HnC) // k_TKd.shape[1]].contiguous()
         where = layout_arguments(shard.layout)
         options = self.options
         sizes = options.block_size, self.full.scale, self.pooled, options.backend == "reference", options.kl_every
@@ -148,18 +157,26 @@ class MsaKind(DistilledGate):
 
     def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Bytes of the base class, and index keys: gathered in mode sparse. In the warm-up, keys and index keys of
-        other ranks are kept, from which the gate learns. Short blocks are kept by group; the backward pass lists them
-        by block, which takes as many bytes twice."""
+        other ranks are kept, from which the gate learns. While it learns it keeps index queries and keys, before norms
+        as well, float32 angles of their rotation if they are not as wide as heads and, in mode sparse, the selected
+        blocks of each group. Short blocks are kept by group; the backward pass lists them by block, which takes as many
+        bytes twice."""
         found = super().token_bytes(model, batch)
-        index = self.key_heads(self.options, model) * self._index_width(model)
+        width = self._index_width(model)
+        index = self.key_heads(self.options, model) * width
+        by_group = found.saved * model.kv_heads // (2 * model.heads)
+        learned = 0
+        if self.facts.learns:
+            queries = model.kv_heads * self.index_heads * width
+            learned = batch.width * (queries + index) * (2 if self.normalises(model) else 1) + by_group
+            learned += 4 * width if width != model.head_width else 0
         if found.gathered is not None:
-            found = found._replace(gathered=found.gathered + batch.width * index)
+            found = found._replace(activations=learned, gathered=found.gathered + batch.width * index)
             if not isinstance(self.blocks, ShortBlocks):
                 return found
-            saved = found.saved * model.kv_heads // (2 * model.heads)
-            return found._replace(saved=saved, workspace=found.workspace + 2 * saved)
+            return found._replace(saved=by_group, workspace=found.workspace + 2 * by_group)
         others = (batch.cp - 1) * batch.width * (model.kv_heads * model.head_width + index)
-        return found._replace(activations=others)
+        return found._replace(activations=learned + others)
 
     def gate_flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that

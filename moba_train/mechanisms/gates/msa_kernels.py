@@ -15,8 +15,9 @@ groups with G query heads each, D head width, W index width, C blocks that a que
 pairs and N keys; OWN: each group has an index key of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -26,12 +27,16 @@ from torch import Tensor
 from moba_train.attention.kernels.common.geometry import block_edges
 from moba_train.attention.kernels.common.lists import BlockLists, invert
 from moba_train.attention.kernels.common.softmax import LOG2_E
-from moba_train.attention.kernels.common.tiles import TileShape, cut_lists, tile_of_program
+from moba_train.attention.kernels.common.tiles import RowTiles, TileShape, cut_lists, tile_of_program
 from moba_train.attention.layout import Layout
 from moba_train.mechanisms.gates.grid import Attended, block_grid, causal_chunks
 
 _COPIES = 4
 """Tensors of scores that exist at once while the gate learns, for `causal_chunks`; one while it selects."""
+_KEPT_PAIRS = 2**27
+"""Pairs of a layout up to which their lists are kept for its other layers: 8 MiB of tiles."""
+_TILE_PAIRS = 64
+"""Pairs of a tile."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,12 @@ class Pairs:
         shape = self.groups, len(self.tokens_t), self.width
         return torch.full(shape, fill, dtype=dtype, device=self.tokens_t.device)
 
+    @cached_property
+    def tiles(self) -> RowTiles:
+        """The lists cut into tiles."""
+        # By a bound: a list has at most one tile that is not full; the number of tiles itself only the device knows.
+        return cut_lists(self.begin, self.end, self.most // _TILE_PAIRS + len(self.begin), _TILE_PAIRS)
+
     @property
     def listing(self) -> tuple[Tensor, Tensor, Tensor]:
         """token_of, edges and entries of the kernels; `entries` is not looked at where there are none."""
@@ -72,8 +83,18 @@ class Pairs:
         return self.blocks.stop - self.blocks.start, len(self.tokens_t), self.width, self.groups
 
 
-def history_pairs(layout: Layout, block_size: int, groups: int, copies: int, every: int = 1) -> Iterator[Pairs]:
-    """Every N-th query with every block up to its own, as many queries at a time as `copies` of their scores allow."""
+def history_pairs(layout: Layout, block_size: int, groups: int, copies: int, every: int = 1) -> Iterable[Pairs]:
+    """Every N-th query with every block up to its own, as many queries at a time as `copies` of their scores allow.
+
+    To make them takes some twenty launches, and they depend on the layout alone: a few are kept with it."""
+    made = _history_pairs(layout, block_size, groups, copies, every)
+    queries, blocks = len(block_grid(layout, block_size, every).own_on_host), len(block_edges(layout, block_size))
+    if groups * queries * blocks > _KEPT_PAIRS:
+        return made
+    return layout.cached(("history pairs", block_size, groups, copies, every), lambda: tuple(made))
+
+
+def _history_pairs(layout: Layout, block_size: int, groups: int, copies: int, every: int) -> Iterator[Pairs]:
     grid = block_grid(layout, block_size, every)
     edges_N = block_edges(layout, block_size)
     for queries, blocks in causal_chunks(grid.own_on_host, grid.first_on_host, groups * copies, edges_N.device):
@@ -125,7 +146,7 @@ exponentials."""
 def tile_shape(block_size: int) -> TileShape:
     """Pairs and keys of a tile: a block, or 128 keys of a longer one."""
     keys = min(128, max(16, triton.next_power_of_2(block_size)))
-    return TileShape(rows=64, keys=keys, warps=8, stages=2)
+    return TileShape(rows=_TILE_PAIRS, keys=keys, warps=8, stages=2)
 
 
 @dataclass(frozen=True)
@@ -207,7 +228,7 @@ def scored(q_index_nKw: Tensor, k_index_Ty: Tensor, attended: Attended) -> Itera
     if selected_KnC is None:
         parts = history_pairs(layout, block_size, k_TKd.shape[1], _COPIES, every)
     else:
-        parts = iter((selected_pairs(selected_KnC, layout, block_size, every),))
+        parts = (selected_pairs(selected_KnC, layout, block_size, every),)
     for pairs in parts:
         logits_gtb, mass_gtb = pairs.empty(-torch.inf, torch.float32), pairs.empty(0.0, torch.float32)
         best_gtb = pairs.empty(0, torch.int32)
@@ -229,9 +250,7 @@ def _launch(
     scale: float | None,
 ) -> None:
     """Fill scores, best tokens and probabilities [K, t, C] of the pairs; without a scale, scores alone."""
-    shape = tile_shape(block_size)
-    # By a bound: a list has at most one tile that is not full, and the number of tiles itself only the device knows.
-    tiles = cut_lists(pairs.begin, pairs.end, pairs.most // shape.rows + len(pairs.begin), shape.rows)
+    shape, tiles = tile_shape(block_size), pairs.tiles
     _scores[(tiles.bound,)](
         *(x.contiguous() for x in (q_index_tKw, k_index_Ty, q_tHd, k_TKd, lse_Ht)),
         *results,

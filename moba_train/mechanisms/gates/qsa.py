@@ -9,7 +9,6 @@ Attention to such short blocks has kernels of its own; scores are plain PyTorch,
 """
 
 from pydantic import Field
-from torch import nn
 
 from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.kernels.table import TRITON
@@ -18,7 +17,7 @@ from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.gates import short_blocks
 from moba_train.mechanisms.gates.distilled_gate import GateOptions
-from moba_train.mechanisms.gates.msa import IndexBranch, IndexOptions, MsaKind
+from moba_train.mechanisms.gates.msa import IndexOptions, MsaKind
 
 
 class QsaKind(MsaKind):
@@ -34,8 +33,9 @@ class QsaKind(MsaKind):
         topk: int = Field(512, ge=1, description="entries each query attends to, its own included; 1: own entry only")
 
     @classmethod
-    def parameters(cls, options: IndexOptions, model: ModelConfig, layer: int) -> nn.Module:
-        return IndexBranch(model, options.index_dim or model.head_width, model.kv_heads, norms=True)
+    def normalises(cls, model: ModelConfig) -> bool:
+        """True always."""
+        return True
 
     @classmethod
     def key_heads(cls, options: Section, model: ModelConfig) -> int:

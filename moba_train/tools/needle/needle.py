@@ -129,14 +129,16 @@ class Needle(Evaluation[NeedleConfig]):
         self, context: EvaluationContext, questions: Mapping[int, list[Question]], name: str, in_full: bool
     ) -> "NeedleMap":
         """Findings of the model with its present attention, or `in_full`: with full attention for the answers."""
-        found = NeedleMap([], [], [], [] if self._options.generate else None)
+        found = NeedleMap([], [], [], [], [] if self._options.generate else None)
         for length, asked in questions.items():
             blocks = SelectedBlocks(context.model.config.layers, context.device)
             what = f"needle, {name}, {format_count(length, 1024)}"
             with blocks.observing(context):
                 predicted = predicted_answers(context, asked, length, what, blocks, in_full)
             right = [question.right(tokens) for question, tokens in zip(asked, predicted, strict=True)]
-            found.passed.append(self._by_depth([all(answers) for answers in right]))
+            passed = [all(answers) for answers in right]
+            found.passed.append(self._by_depth(passed))
+            found.outcomes.append(["".join(str(int(one)) for one in some) for some in self._of_depths(passed)])
             found.answers.append(self._by_depth([share(answers) for answers in right]))
             found.selected.append(blocks.shares())
             if found.generated is not None:
@@ -162,8 +164,11 @@ class Needle(Evaluation[NeedleConfig]):
 
     def _by_depth(self, values: Sequence[float]) -> list[float]:
         """Means over the samples of each depth."""
+        return [sum(some) / len(some) for some in self._of_depths(values)]
+
+    def _of_depths(self, values: Sequence[float]) -> Iterator[Sequence[float]]:
         samples = self._options.samples
-        return [sum(values[first : first + samples]) / samples for first in range(0, len(values), samples)]
+        return (values[first : first + samples] for first in range(0, len(values), samples))
 
 
 def text_problems(options: HiddenNeedles, setting: EvaluationSetting, key: str) -> Iterator[str]:
@@ -302,6 +307,8 @@ class NeedleMap:
 
     passed: list[list[float]]
     """[lengths, depths]: share of samples with every token of the answer right."""
+    outcomes: list[list[str]]
+    """[lengths, depths]: the samples, 1 for one that passed, else 0; models that get the same ones compare by them."""
     answers: list[list[float]]
     """[lengths, depths]: share of needles found, which differs from `passed` if several are asked for."""
     selected: list[list[float | None]]
@@ -317,7 +324,8 @@ class NeedleMap:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
-        found = {"score": self.score, "passed": self.passed, "answers": self.answers, "selected": self.selected}
+        found = {"score": self.score, "passed": self.passed, "outcomes": self.outcomes, "answers": self.answers}
+        found["selected"] = self.selected
         return found | ({} if self.generated is None else {"generated": self.generated})
 
     def table(self, name: str, lengths: Sequence[int], depths: Sequence[float]) -> list[str]:

@@ -358,9 +358,14 @@ class Calibration:
 
 
 def _modes(kind: str) -> Sequence[Options]:
-    """Options for each mode of a kind that is always in one of several."""
-    mode = KINDS[kind].Options.model_fields.get("mode")
-    return [{"mode": value} for value in get_args(mode.annotation)] if mode and mode.default is not None else [{}]
+    """Options for each mode of a kind that is always in one of several; of a gate also as `sparsify` trains it, with
+    the divergence of every eighth query."""
+    fields = KINDS[kind].Options.model_fields
+    mode = fields.get("mode")
+    if mode is None or mode.default is None:
+        return [{}]
+    found: list[Options] = [{"mode": value} for value in get_args(mode.annotation)]
+    return found + [{**options, "kl_every": 8} for options in found if "kl_every" in fields]
 
 
 def _reason(error: Exception) -> str:

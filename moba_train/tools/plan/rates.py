@@ -8,7 +8,7 @@ follows from them.
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -146,7 +146,8 @@ class Rates(_Measured):
                     f"the rates of {self.gpu} have options that attention kind {layer.kind!r} does not take: "
                     f"{_first_problem(error)}; {CALIBRATE}"
                 ) from None
-        nearest = min(rows, key=lambda row: _distance(row, layer, head_dim))
+        names = {name for row in rows for name in row.options}
+        nearest = min(rows, key=lambda row: _distance(row, layer, head_dim, names))
         rows = [row for row in rows if (row.options, row.head_dim) == (nearest.options, nearest.head_dim)]
         rows.sort(key=lambda row: row.tokens)
         below = next((row for row in reversed(rows) if row.tokens <= tokens), rows[0])
@@ -156,12 +157,13 @@ class Rates(_Measured):
         return AttentionRate(*(a + share * (b - a) for a, b in zip(low, high, strict=True)))
 
 
-def _distance(row: MeasuredLayer, layer: LayerAttention, head_dim: int) -> float:
-    """Difference of a row's options and head width from a layer's: 1 for each doubling, 0 counted as 1, and for each
-    other word."""
+def _distance(row: MeasuredLayer, layer: LayerAttention, head_dim: int, names: Collection[str]) -> float:
+    """Difference of a row from a layer in head width and the options `names`: 1 for each doubling, 0 counted as 1, and
+    for each other word."""
     distance = abs(math.log2(row.head_dim / head_dim))
-    for name, value in row.options.items():
-        given = getattr(layer.options, name)
+    measured = _measured(row, layer).options
+    for name in names:
+        given, value = getattr(layer.options, name), getattr(measured, name)
         distance += abs(math.log2(max(given, 1) / max(value, 1))) if isinstance(value, int) else given != value
     return distance
 

@@ -245,6 +245,7 @@ _PARTS = (
     "other operations",
     "output projection and loss",
     "recomputed",
+    "the objective's teacher",
     "optimizer",
     "waiting for weights and gradients (FSDP)",
     "tp's communication",

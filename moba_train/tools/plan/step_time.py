@@ -5,11 +5,12 @@ rate (rates.py). Communication takes its bytes over the bandwidth of the links (
 follows: FSDP's gathers behind the forward pass of other blocks, its gathers and reductions behind the backward pass,
 and the part of context parallelism that need not come first behind attention. Nothing hides tensor parallelism without
 `tp_overlap` and what a pipeline's ranks pass on. Left out are the host's time, which decides where a rank has few
-tokens, evaluations, checkpoints, data, and activations on their way to the host.
+tokens, evaluations, checkpoints, data, activations on their way to the host, and steps that train with other attention
+than their stage's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from moba_train.memory.layer_memory import block_bytes
 from moba_train.memory.pipeline import rank_costs, rank_work, step_length
 from moba_train.memory.weights import gathered_bytes, rank_weights
 from moba_train.model.feed_forward import FeedForwardCosts, feed_forward_costs
+from moba_train.model.objective import objective_costs
 from moba_train.model.spec import attention_matrices
 from moba_train.parallel.activations import Kept
 from moba_train.parallel.fsdp import ModelSetup
@@ -73,12 +75,14 @@ AttentionTimes = Mapping[LayerAttention, tuple[float, float]]
 
 
 def attention_times(model: ModelConfig, stage: Stage, documents: Documents, rates: Rates) -> AttentionTimes:
-    """Times of the attentions of a stage whose sequences hold `documents`. They are the same on every mesh.
+    """Times of the attentions of a stage, and of its objective, whose sequences hold `documents`. They are the same on
+    every mesh.
 
     Raises PlanError for a kind that was not measured.
     """
     found = {}
-    for layer in dict.fromkeys(stage.attention):
+    teachers = (layer for layer in objective_costs(stage).attention if layer is not None)
+    for layer in dict.fromkeys((*stage.attention, *teachers)):
         rate = rates.attention_rate(layer, model.head_width, stage.seq_len)
         flops = layer_flops(model, layer, documents.lengths) / documents.tokens / rates.attention_in_step
         found[layer] = flops / 3 / rate.forward, flops / rate.both
@@ -120,6 +124,8 @@ class StepTime:
     """Output projection and cross entropy."""
     repeated: float
     """Computed again in the backward pass."""
+    objective: float
+    """Attention, and all else of a forward pass, that the stage's objective computes in addition."""
     optimizer: float
     fsdp: float
     """Weights and gradients on their way, which nothing hides."""
@@ -228,7 +234,8 @@ class _Step:
         self._machine = machine
         self._width = setup.computation.width
         strategy = layout.strategy
-        self._transports = {} if strategy is None else stage_costs(model, stage, strategy, self._width)
+        every = replace(stage, attention=tuple(attention))  # with those of the objective
+        self._transports = {} if strategy is None else stage_costs(model, every, strategy, self._width)
         costs = [self._transports[layer] for layer in stage.attention if self._transports]
         self._received = sum((Traffic(cost.node_bytes, cost.network_bytes) for cost in costs), Traffic())
         """By all layers, for context parallelism, of one micro-batch."""
@@ -236,10 +243,11 @@ class _Step:
         self._hidden_bytes = self._tokens * model.hidden_size * self._width
         self._kept = [layer.kept for layer in activations.layers]
         self._fed = [feed_forward_costs(model, layer) for layer in range(model.layers)]
-        keys = list(zip(stage.attention, self._kept, self._fed, strict=True))
+        keys = list(zip(stage.attention, self._fed, self._kept, strict=True))
         by_key = {key: self._layer(*key) for key in dict.fromkeys(keys)}
         self._layers = [by_key[key] for key in keys]
         self._micro_batches = layout.micro_batches
+        self._objective = objective_costs(stage)
         self._share = self._micro_batches / sizes.pp
         """Micro-batches of all layers that make a rank's work."""
         self._parts = setup.parts
@@ -255,11 +263,13 @@ class _Step:
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
         self._rounds = self._micro_batches if sizes.pp == 1 else 1
         stay = sum(layer.weights for layer in activations.layers)
-        self._gathers = 2 - stay / len(activations.layers) if sizes.pp == 1 else 1.0
+        taught = self._objective.share if self._objective.logit_peak else 0.0
+        self._gathers = taught + (2 - stay / len(activations.layers) if sizes.pp == 1 else 1.0)
         """Number of times that FSDP gathers a block's weights for one micro-batch, or a pipeline for all, on average.
 
-        Once for the forward pass, and again for the backward pass where they were freed between.
+        Once for the forward pass, again for the backward pass where they were freed between, and for a teacher.
         """
+        self._further = self._objective_seconds()
 
     def _not_gathered(self, experts: float) -> float:
         """Elements of the rank's `experts`, as many as are gathered less because fewer ranks share them."""
@@ -287,6 +297,7 @@ class _Step:
             memory=layers("memory") + self._copies(),
             loss=self._share * self._output_seconds(),
             repeated=layers("repeated"),
+            objective=self._share * self._further,
             optimizer=(rates.update_s[self._optimizer] + NORM_BYTES / rates.memory) * self._weights.trained.shard,
             fsdp=self._rounds * self._waiting_for_weights(),
             tp=layers("tp") + self._share * self._output_tensor_bytes() / self._machine.links.node,
@@ -306,7 +317,7 @@ class _Step:
             "pp": self._passed_on(),
         }
 
-    def _layer(self, attention: LayerAttention, kept: Kept, fed: FeedForwardCosts) -> LayerTime:
+    def _layer(self, attention: LayerAttention, fed: FeedForwardCosts, kept: Kept) -> LayerTime:
         """A layer with this attention and feed-forward that keeps so much for its backward pass."""
         model, rates = self._model, self._machine.rates
         tokens = self._tokens / self._sizes.tp
@@ -336,6 +347,16 @@ class _Step:
             cp=self._context_seconds(attention, attention_s),
             ep=self._expert_traffic(fed, kept).seconds(self._machine.links),
         )
+
+    def _objective_seconds(self) -> float:
+        """Seconds of what the objective computes of all layers, for a micro-batch and on average over the steps."""
+        objective = self._objective
+        attentions = [attention for attention in objective.attention if attention is not None]
+        seconds = self._tokens / self._sizes.tp * sum(self._attention[attention][0] for attention in attentions)
+        if objective.logit_peak:
+            layers = [self._layer(*key, Kept.ALL) for key in zip(attentions, self._fed, strict=True)]
+            seconds += sum(layer.forward - layer.attention / 3 for layer in layers)
+        return objective.share * seconds
 
     def _expert_traffic(self, fed: FeedForwardCosts, kept: Kept) -> Traffic:
         """Bytes that a rank receives of a layer's tokens: to their experts and back, forward and backward, and to their
@@ -370,7 +391,11 @@ class _Step:
         model, rates = self._model, self._machine.rates
         logits = self._tokens / self._sizes.tp * model.vocab_size
         passed = rates.compiled_loss_bytes if self._computation.compiled else rates.eager_loss_bytes
-        return logits * (6 * model.hidden_size / rates.products + passed / rates.memory)
+        seconds = logits * (6 * model.hidden_size / rates.products + passed / rates.memory)
+        if not self._objective.logit_peak:
+            return seconds
+        own = logits * (8 * model.hidden_size / rates.products + self._objective.logit_traffic / rates.memory)
+        return seconds + self._objective.share * (own - seconds)
 
     def _output_tensor_bytes(self) -> float:
         """Bytes of the output weight, and of its gradient, that a rank receives from its tp group for the loss."""
@@ -397,6 +422,7 @@ class _Step:
         )
         forward_s = sum(layer.forward for layer in self._layers) / self._sizes.pp
         backward_s = sum(layer.seconds - layer.forward for layer in self._layers) / self._sizes.pp
+        backward_s += self._further  # behind which the weights that it needs travel
         again_s = (self._gathers - 1) * gather_s
         longer_s = max(0.0, (blocks - 1) * gather_s + head_gather_s - forward_s)
         longer_s += max(0.0, blocks * again_s + head_reduce_s + (blocks - 1) * reduce_s - backward_s)

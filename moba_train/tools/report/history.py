@@ -180,7 +180,7 @@ def _read_recipe(history: History) -> None:
         text = read_foreign(path, _RECIPE_BYTES, folder_roots(history.folder)).decode("utf-8")
         recipe = parse_yaml(text, "config.yaml")
     except FileNotFoundError:
-        history.notices.append("there is no config.yaml: data mix, plan and resolved recipe are missing")
+        history.notices.append("there is no config.yaml: data mix and resolved recipe are missing")
     except (OSError, ValueError, UserError) as error:
         history.notices.append(f"config.yaml cannot be read: {error}")
     else:

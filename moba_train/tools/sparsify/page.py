@@ -74,7 +74,7 @@ def scores_of(evaluation: dict[str, Any]) -> dict[str, Any]:
     """Scores of one evaluation.json with the arm's own attention, to compare arms by."""
     own = evaluation["attention"]
     needle = evaluation["needle"]
-    by_length = [statistics.mean(depths) for depths in needle["maps"][own]["passed"]]
+    by_depth = needle["maps"][own]["passed"]
     ruler = evaluation["ruler"]
     tasks = ruler["scores"][own]["teacher_forced"].values()
     errors = None
@@ -86,9 +86,13 @@ def scores_of(evaluation: dict[str, Any]) -> dict[str, Any]:
     return {
         "trailing": evaluation["numbers"]["trailing_loss"],
         "trailing_full": evaluation["numbers"].get("trailing_loss_full"),
+        "trailing_by_sequence": evaluation["position_wise"]["curves"][own]["trailing_by_sequence"],
+        "trailing_documents": evaluation["position_wise"]["documents"],
         "needle": evaluation["numbers"]["needle"],
         "needle_full": evaluation["numbers"].get("needle_full"),
-        "needle_by_length": dict(zip(map(str, needle["lengths"]), by_length, strict=True)),
+        "needle_by_length": dict(zip(map(str, needle["lengths"]), map(statistics.mean, by_depth), strict=True)),
+        "needle_by_depth": dict(zip(map(str, needle["lengths"]), by_depth, strict=True)),
+        "needle_outcomes": needle["maps"][own].get("outcomes"),  # evaluations of earlier versions have none
         "ruler": evaluation["numbers"]["ruler"],
         "ruler_by_length": dict(
             zip(map(str, ruler["lengths"]), map(statistics.mean, zip(*tasks, strict=True)), strict=True)

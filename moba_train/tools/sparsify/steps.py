@@ -285,16 +285,26 @@ def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:
         )
 
 
-def training(metrics: Path) -> dict[str, float]:
-    """Steps, tokens and seconds of a run; its rate without the first step of each stage, which compiles."""
+def training(metrics: Path) -> dict[str, Any]:
+    """Steps, tokens and seconds of a run; its rate without the first step of each stage, which compiles.
+
+    `stages` has each stage's steps, median seconds of a step but the first, and mean cross-entropy in nats.
+    """
     steps = [record for record in read_records(metrics) if record["type"] == "metrics"]
     first = {record["stage"]: record["step"] for record in reversed(steps)}
     steady = [record for record in steps if record["step"] != first[record["stage"]]] or steps
+    stages = {}
+    for name in dict.fromkeys(record["stage"] for record in steps):
+        own = [record for record in steps if record["stage"] == name]
+        step_s = statistics.median(record["step_s"] for record in own[1:] or own)
+        loss = statistics.mean(record.get("cross_entropy", record["loss"]) for record in own)
+        stages[name] = {"steps": len(own), "step_s": step_s, "loss": loss}
     return {
         "steps": steps[-1]["step"],
         "tokens": steps[-1]["tokens"],
         "train_s": sum(record["step_s"] for record in steps),
         "tokens_per_s": statistics.median(record["tokens_per_s"] for record in steady),
+        "stages": stages,
     }
 
 

@@ -49,6 +49,8 @@ def test_every_kind_and_optimizer_is_measured_or_named_with_the_reason(rates_fil
     assert rates.note.startswith("measured by moba-train calibrate, 20")
     lengths = {row.tokens for row in rates.attention if row.kind == "full"}
     assert len(lengths) >= 2
+    gates = [dict(row.options) for row in rates.attention if row.kind == "msa"]
+    assert all({"mode": mode} | every in gates for mode in ("warmup", "sparse") for every in ({}, {"kl_every": 8}))
     for row in rates.attention:
         assert min(row.both_ms, row.forward_ms) > 0, row  # which is longer, a busy machine does not say
 

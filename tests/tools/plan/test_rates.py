@@ -15,7 +15,15 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.errors import PlanError
 from moba_train.memory.devices import Gpu
-from moba_train.tools.plan.rates import AttentionRate, MeasuredLayer, named_gpu, read_rates, shipped_rates
+from moba_train.memory.flops import layer_flops
+from moba_train.tools.plan.rates import (
+    MEASURED_MODEL,
+    AttentionRate,
+    MeasuredLayer,
+    named_gpu,
+    read_rates,
+    shipped_rates,
+)
 
 RESULTS = Path(benchmarks.__file__).parent / "results"
 H200 = shipped_rates(named_gpu("h200"))
@@ -55,6 +63,12 @@ def measured() -> Iterator[MeasuredLayer]:
         for names in ((), ("mode",), ("block_size", "topk")):
             if "both_ms" in row and set(names) <= row["options"].keys():
                 yield timed(row["kind"], {name: row["options"][name] for name in names}, 64, row["tokens"], row)
+    for row in results("distilled-every-h200", "distilled-groups-h200"):
+        if row["kind"] in ("msa", "seer"):
+            usual = KINDS[row["kind"]].Options()
+            others = (name for name in ("index_keys", "kl_every") if name in row["options"])
+            given = {name: row["options"][name] for name in others if row["options"][name] != getattr(usual, name)}
+            yield timed(row["kind"], {"mode": row["options"]["mode"], **given}, 64, row["tokens"], row)
     for row in results("windows-h200"):
         if row["kind"] == "window":
             yield timed("window", {name: row["options"][name] for name in ("window", "sinks")}, 64, row["tokens"], row)
@@ -110,6 +124,23 @@ def test_a_row_without_options_was_measured_with_the_defaults() -> None:
     expected = H200.attention_rate(layer("window"), 64, measured.tokens)
     for window in (2048, 512):
         assert rates.attention_rate(layer("window", window=window), 64, measured.tokens) == expected
+
+
+@pytest.mark.parametrize("index_keys", ["shared", "group"])
+def test_a_gate_that_learns_from_every_eighth_query_has_its_own_rate(index_keys: str) -> None:
+    """Its divergence is slower than attention, so that the rate for all queries would give other times. A row that
+    does not name an option was measured with its default."""
+    model = MEASURED_MODEL.model_copy(update={"head_dim": 64})
+    times = {}
+    for every in (1, 8):
+        found = layer("msa", mode="warmup", index_keys=index_keys, kl_every=every)
+        rate = H200.attention_rate(found, 64, 32768)
+        times[every] = 1e3 * layer_flops(model, found, [32768]) / rate.both
+    rows = [row for row in results("distilled-groups-h200") if row["tokens"] == 32768 and row["kind"] == "msa"]
+    (row,) = (one for one in rows if {"mode": "warmup", "index_keys": index_keys}.items() <= one["options"].items())
+    assert times[8] == pytest.approx(row["both_ms"]["median"], rel=1e-3)
+    if index_keys == "shared":
+        assert times[1] == pytest.approx(87.01, rel=1e-3)
 
 
 def test_a_kind_that_was_never_measured_is_named() -> None:

@@ -12,6 +12,8 @@ from moba_train.config.load import load_config
 from moba_train.errors import UserError
 from moba_train.tools.sparsify import recipes, steps
 from moba_train.tools.sparsify.recipes import Request, Source
+from tests.run.tiny_run import Run
+from tests.tools.convert.hf_models import make_hf_model
 from tests.tools.sparsify.tiny import LENGTH, tiny_request
 
 
@@ -47,6 +49,7 @@ def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
                 "stage": "s",
                 "step": n,
                 "tokens": 500 * n,
+                "loss": 1.0,
                 "step_s": seconds,
                 "tokens_per_s": 1.0,
             }
@@ -148,3 +151,21 @@ def test_a_model_keeps_its_windows(project: Path) -> None:
         assert 'attention.overrides={"1": {"kind": "window"}}' in step.words
     with pytest.raises(UserError, match=r"evaluation\.oracle: given None; allowed: its section"):
         next(steps.steps(request, windowed, Path("out"), evaluation | {"oracle": None}))
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gemma2", "capped"), ("qwen3_next", "gdn")])
+def test_a_model_of_other_layers_is_refused(family: str, kind: str, tmp_path: Path) -> None:
+    """Both arms would lose Gemma 2's cap and windows."""
+    make_hf_model(family, tmp_path / "hf")
+    with pytest.raises(UserError, match=rf"hf: given layers of kind {kind}; allowed: full, window, and kinds"):
+        Source.read(tmp_path / "hf")
+
+
+def test_a_checkpoint_of_linear_attention_is_refused(run: Run) -> None:
+    """Without projections of their own, its layers would train with full attention, on weights that are not for it."""
+    del run.recipe["evaluation"]
+    run.recipe["attention"] = {"default": "lightning"}
+    run.recipe["stages"] = [{"name": "one", "seq_len": 128, "tokens": 1024}]
+    assert run.train_here() == 0
+    with pytest.raises(UserError, match="given layers of kind lightning; allowed"):
+        Source.read(run.run_dir)

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -68,6 +69,27 @@ def test_every_step_leaves_its_result(made: Path) -> None:
     assert sparse["trailing_full"] is not None
     assert sparse["errors"].keys() == {"budget", "selector", "weights"}
     assert (made / "model" / "config.json").is_file()
+
+
+def test_the_summary_has_what_errors_of_a_difference_are_computed_from(made: Path) -> None:
+    arms = json.loads((made / "summary.json").read_text())["arms"]
+    for arm, (one,) in arms.items():
+        records = [
+            one for one in read_records(made / "runs" / f"{arm}-1" / "metrics.jsonl") if one["type"] == "metrics"
+        ]
+        assert [*one["stages"]] == ["dense", arm]
+        for stage, found in one["stages"].items():
+            losses = [each.get("cross_entropy", each["loss"]) for each in records if each["stage"] == stage]
+            assert (found["steps"], found["loss"]) == (len(losses), pytest.approx(statistics.mean(losses)))
+            assert found["step_s"] > 0
+        assert len(one["trailing_by_sequence"]) == len(one["trailing_documents"]) == 2
+        assert statistics.mean(one["trailing_by_sequence"]) == pytest.approx(one["trailing"], abs=1e-4)
+        assert {key: statistics.mean(of) for key, of in one["needle_by_depth"].items()} == one["needle_by_length"]
+        counted = [[row.count("1") / len(row) for row in rows] for rows in one["needle_outcomes"]]
+        assert counted == [*one["needle_by_depth"].values()]
+    assert arms["sparse"][0]["stages"]["sparse"]["loss"] == pytest.approx(
+        arms["full"][0]["stages"]["full"]["loss"], rel=0.1
+    )
 
 
 def test_the_sparse_arm_keeps_the_calibrated_layers_full_and_distils(made: Path) -> None:
