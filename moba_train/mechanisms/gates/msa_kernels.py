@@ -52,11 +52,11 @@ class Pairs:
     """int32: index of each query in the packed sequence."""
     width: int
     """Blocks that a query's results have room for, C."""
-    entries: Tensor | None
-    """int32: query * C + place, of list 0, list 1, ...; None: a list is a range of queries, the place the block's."""
+    slots: Tensor | None
+    """int32: query * C + offset, of list 0, list 1, ...; None: a list is a range of queries, the offset the block's."""
     begin: Tensor
     end: Tensor
-    """int [K * blocks]: the part of `entries`, or the range of queries, of list `group * blocks + block`."""
+    """int [K * blocks]: the part of `slots`, or the range of queries, of list `group * blocks + block`."""
     most: int
     """An upper bound of the number of pairs."""
     groups: int
@@ -74,8 +74,8 @@ class Pairs:
 
     @property
     def listing(self) -> tuple[Tensor, Tensor, Tensor]:
-        """token_of, edges and entries of the kernels; `entries` is not looked at where there are none."""
-        return self.tokens_t, self.edges_b, self.tokens_t if self.entries is None else self.entries
+        """token_of, edges and slots of the kernels; `slots` is not looked at where there are none."""
+        return self.tokens_t, self.edges_b, self.tokens_t if self.slots is None else self.slots
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -192,7 +192,7 @@ class Scored:
             pairs.end,
             *pairs.counts,
             dk_STy.shape[1],
-            LISTED=pairs.entries is not None,
+            LISTED=pairs.slots is not None,
             OWN=own,
             W=q_index_nKw.shape[2],
             M=shape.rows,
@@ -264,7 +264,7 @@ def _launch(
         q_index_tKw.shape[2] ** -0.5,
         (scale or 0.0) * LOG2_E.value,
         ATTENTION=scale is not None,
-        LISTED=pairs.entries is not None,
+        LISTED=pairs.slots is not None,
         OWN=own_keys(q_index_tKw, k_index_Ty),
         G=q_tHd.shape[1] // pairs.groups,
         D=q_tHd.shape[2],
@@ -278,12 +278,12 @@ def _launch(
 
 
 @triton.jit
-def _pair(entries, position, ok, block, group, queries, width, LISTED: tl.constexpr):
-    """(int64 query, its place in [K, t, C]) of the pairs at these positions of a list."""
+def _pair(slots, position, ok, block, group, queries, width, LISTED: tl.constexpr):
+    """(int64 query, its offset in [K, t, C]) of the pairs at these positions of a list."""
     if LISTED:
-        entry = tl.load(entries + position, mask=ok, other=0)
-        query = (entry // width).to(tl.int64)
-        slot = entry % width
+        listed = tl.load(slots + position, mask=ok, other=0)
+        query = (listed // width).to(tl.int64)
+        slot = listed % width
     else:
         query = position.to(tl.int64)
         slot = block
@@ -309,7 +309,7 @@ def _scores(
     mass,
     token_of,
     edges,
-    entries,
+    slots,
     list_of_tile,
     last_tile,
     begin,
@@ -340,7 +340,7 @@ def _scores(
     group, block = which // blocks, which % blocks
     position = first + tl.arange(0, M)
     ok_M = position < last
-    query_M, place_M = _pair(entries, position, ok_M, block, group, queries, width, LISTED)
+    query_M, offset_M = _pair(slots, position, ok_M, block, group, queries, width, LISTED)
     start, stop = tl.load(edges + block), tl.load(edges + block + 1)
     last_key_M = tl.minimum(tl.load(token_of + query_M, mask=ok_M, other=-1), stop - 1)
     # In a query's own block the keys behind the tile's last query are not read at all.
@@ -374,10 +374,10 @@ def _scores(
                 mass_M += tl.sum(tl.where(visible_MN, p_MN, 0.0), 1)  # what is not visible may have overflowed
         else:
             top_M = tl.maximum(top_M, tl.max(s_MN, 1))
-    tl.store(logits + place_M, top_M * index_scale, mask=ok_M)
+    tl.store(logits + offset_M, top_M * index_scale, mask=ok_M)
     if ATTENTION:
-        tl.store(best + place_M, best_M, mask=ok_M)
-        tl.store(mass + place_M, mass_M, mask=ok_M)
+        tl.store(best + offset_M, best_M, mask=ok_M)
+        tl.store(mass + offset_M, mass_M, mask=ok_M)
 
 
 @triton.jit(do_not_specialize=["queries", "width", "groups"])
@@ -389,11 +389,11 @@ def _query_gradients(
     query_M = tl.program_id(0) * M + tl.arange(0, M)
     ok_M = query_M < queries
     column_W = tl.arange(0, W)
-    place_M = (group.to(tl.int64) * queries + query_M) * width
+    offset_M = (group.to(tl.int64) * queries + query_M) * width
     dq_MW = tl.zeros([M, W], tl.float32)
     for j in tl.range(0, width, num_stages=4):
-        dlogit_M = tl.load(dlogits + place_M + j, mask=ok_M, other=0.0)
-        best_M = tl.load(best + place_M + j, mask=ok_M, other=0).to(tl.int64)
+        dlogit_M = tl.load(dlogits + offset_M + j, mask=ok_M, other=0.0)
+        best_M = tl.load(best + offset_M + j, mask=ok_M, other=0).to(tl.int64)
         k_at = _key_row(best_M, group, groups, OWN)[:, None] * W + column_W[None, :]
         k_MW = tl.load(k_index + k_at, mask=ok_M[:, None], other=0.0)
         dq_MW += dlogit_M[:, None] * k_MW.to(tl.float32)
@@ -409,7 +409,7 @@ def _key_gradients(
     sum_dk,
     token_of,
     edges,
-    entries,
+    slots,
     begin,
     end,
     blocks,
@@ -440,9 +440,9 @@ def _key_gradients(
         for first in range(tl.load(begin + group * blocks + block), last, M):
             position = first + tl.arange(0, M)
             ok_M = position < last
-            query_M, place_M = _pair(entries, position, ok_M, block, group, queries, width, LISTED)
-            dlogit_M = tl.load(dlogits + place_M, mask=ok_M, other=0.0)
-            best_M = tl.load(best + place_M, mask=ok_M, other=-1)
+            query_M, offset_M = _pair(slots, position, ok_M, block, group, queries, width, LISTED)
+            dlogit_M = tl.load(dlogits + offset_M, mask=ok_M, other=0.0)
+            best_M = tl.load(best + offset_M, mask=ok_M, other=-1)
             q_at = (query_M * groups + group)[:, None] * W + column_W[None, :]
             q_MW = tl.load(q_index + q_at, mask=ok_M[:, None], other=0.0).to(tl.float32)
             dlogit_NM = tl.where(key[:, None] == best_M[None, :], dlogit_M[None, :], 0.0)

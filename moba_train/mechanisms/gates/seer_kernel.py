@@ -92,10 +92,10 @@ def _maxima(
     # The last rows see the most blocks: they go first.
     row, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(1)
-    place = tl.arange(0, M)
+    offset = tl.arange(0, M)
     column = tl.arange(0, D)
-    token_M = tl.load(token_of + row * BLOCK + place, mask=place < BLOCK, other=-1)
-    query_M = tl.load(row_of + row * BLOCK + place, mask=place < BLOCK, other=0).to(tl.int64)
+    token_M = tl.load(token_of + row * BLOCK + offset, mask=offset < BLOCK, other=-1)
+    query_M = tl.load(row_of + row * BLOCK + offset, mask=offset < BLOCK, other=0).to(tl.int64)
     q_at = (query_M * heads + head) * D
     q_MD = tl.load(q + q_at[:, None] + column[None, :], mask=(token_M >= 0)[:, None], other=0.0)
     lse_M = tl.load(lse + head.to(tl.int64) * queries + query_M, mask=token_M >= 0, other=0.0) * LOG2_E

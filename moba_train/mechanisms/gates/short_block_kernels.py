@@ -201,7 +201,7 @@ def _query_gradients(
 
 @triton.jit(do_not_specialize=["blocks", "queries", "kv_heads", "width"])
 def _key_gradients(
-    q, k, v, dout, lse, delta, dk, dv, token_of, edges, entries, begin, end,
+    q, k, v, dout, lse, delta, dk, dv, token_of, edges, slots, begin, end,
     blocks, queries, kv_heads, width, scale, scale_log2,
     G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -221,7 +221,7 @@ def _key_gradients(
     for first in range(tl.load(begin + group * blocks + block), last, M):
         position_M = first + tl.arange(0, M)
         ok_M = position_M < last
-        query_M = (tl.load(entries + position_M, mask=ok_M, other=0) // width).to(tl.int64)
+        query_M = (tl.load(slots + position_M, mask=ok_M, other=0) // width).to(tl.int64)
         token_M = tl.load(token_of + query_M, mask=ok_M, other=-1)
         sees_NM = key_N[:, None] <= token_M[None, :]
         for g in range(G):
