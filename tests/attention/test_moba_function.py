@@ -291,6 +291,20 @@ def test_cu_seqlens_may_be_reused_and_edited_in_place(device: torch.device) -> N
         assert_all_close(through_buffer(lengths), want)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_casts_as_in_torchs_own_attention(compiled: bool) -> None:
+    """A rotary embedding in float32 leaves q and k in float32 and v in 16 bits."""
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        return only(moba_attention(*qkv, block_size=4, topk=2))
+
+    q, k, v = make_qkv(9, 4, 2, 16, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = (torch.compile(attend, backend="eager", fullgraph=True) if compiled else attend)(q.float(), k.float(), v)
+        assert attend(q.double(), k.double(), v.double()).dtype == torch.float64
+    torch.testing.assert_close(out, attend(q, k, v), rtol=0, atol=0)
+
+
 def _bad(argument: str, message: str | None = None, **changes: Any) -> "pytest.ParameterSet":
     return pytest.param(argument, changes, id=message or argument)
 

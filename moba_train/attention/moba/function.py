@@ -38,8 +38,8 @@ def moba_attention(
     blocks of every document this is full causal attention. `topk = 1` is the own block only, as in the paper
     (Moonshot's fast code turns it into full attention).
 
-    torch.autocast casts no argument. torch.compile breaks the graph at `cu_seqlens`, whose values are read. Not for the
-    transforms of torch.func (grad, vmap, jvp).
+    Under torch.autocast q, k and v are cast, as by `scaled_dot_product_attention`. torch.compile breaks the graph at
+    `cu_seqlens`, whose values are read. Not for the transforms of torch.func (grad, vmap, jvp).
 
     Args:
         q: [T, H, D], float16, bfloat16, float32 or float64, any device.
@@ -68,6 +68,7 @@ def moba_attention(
     Raises:
         ValueError: names the argument, what was given and what is allowed.
     """
+    q, k, v = (_cast_by_autocast(x) for x in (q, k, v))
     _check(q, k, v)
     layout = _documents(q, cu_seqlens)
     options = {"block_size": block_size, "topk": topk, "select": select, "always": always, "backend": backend}
@@ -75,6 +76,14 @@ def moba_attention(
     attention = _attention(options, head_dim, softmax_scale)
     out, lse = LOCAL_ENGINE(q, k, v, attention, layout)
     return (out, lse) if return_lse else out
+
+
+def _cast_by_autocast(x: Tensor) -> Tensor:
+    """The tensor in autocast's dtype, if it is on for the device; float64 stays, as by torch's own operators."""
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES[:3] or x.device.type == "meta":
+        return x
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 @torch.compiler.assume_constant_result
