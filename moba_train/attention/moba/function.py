@@ -46,7 +46,8 @@ def moba_attention(
         k, v: [T, K, D], same dtype and device; K divides H and keys are never repeated in memory. Keys carry RoPE.
         block_size: tokens per block, >= 1. Blocks start at each document's start; the last one may be short.
         topk: blocks per query, the own block included, >= 1.
-        cu_seqlens: int32 [docs + 1], document boundaries: first 0, last T, not decreasing. None: one document.
+        cu_seqlens: int32 [docs + 1], document boundaries: first 0, last T, not decreasing. None: one document. For a
+            batch [B, S, ...] flatten two dimensions and give `torch.arange(0, (B + 1) * S, S, dtype=torch.int32)`.
         softmax_scale: factor on the scores, positive; default D ** -0.5.
         return_lse: also return the natural log-sum-exp of the scaled scores, [H, T], float32 (float64 for float64
             input), without gradient.
