@@ -23,13 +23,15 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import NoReturn
 
-from moba_train.config.load import load_config
+from moba_train.config.load import dump_config, load_config
 from moba_train.config.mesh import WorldSize
-from moba_train.errors import LaunchError, UserError
+from moba_train.errors import LaunchError, UserError, named_ranks
 from moba_train.health.watch import stalls_folder
 from moba_train.memory.devices import local_device, weakest
 from moba_train.parallel.failures import end_with_launcher, was_waiting
@@ -100,7 +102,10 @@ def _run(arguments: list[str] | None, stop: StopRequest) -> int:
         timeout = timedelta(seconds=config.parallel.timeout)
         with deterministic(config.deterministic), joined_world(timeout, stalls) as world:
             stop.joined()
-            least = weakest(gather_over_ranks(device))
+            digest = sha256(dump_config(config).encode()).digest()
+            devices, recipes = zip(*gather_over_ranks((device, digest)), strict=True)
+            refuse_other_recipes(recipes)
+            least = weakest(devices)
             if least != device:
                 run = run.on(size, least)
             if world.is_main:
@@ -114,6 +119,15 @@ def _run(arguments: list[str] | None, stop: StopRequest) -> int:
         print_error(error)
         return error.exit_code
     return 0
+
+
+def refuse_other_recipes(recipes: Sequence[bytes]) -> None:
+    """Raise LaunchError if the recipes of the ranks, or their digests, differ: a model would learn by several."""
+    if others := [rank for rank, recipe in enumerate(recipes) if recipe != recipes[0]]:
+        who = named_ranks(others)
+        raise LaunchError(
+            f"{who}: given another recipe or other overrides than rank 0; allowed: the same on every node"
+        )
 
 
 class _Parser(argparse.ArgumentParser):

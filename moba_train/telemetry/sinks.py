@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Collection
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -73,7 +74,7 @@ class ConsoleSink:
         ]
         if "tokens_per_s" in record:
             cells.append(f"{_short(record['tokens_per_s'])} tok/s")
-        if left := self._time_left(step, record["time"]):
+        if left := self._time_left(step, monotonic()):
             cells.append(f"left {left}")
         line = Text("  ".join(cells))
         line.stylize("dim", 0, len(cells[0]))
@@ -87,7 +88,7 @@ class ConsoleSink:
         return Text(f"{mark} {event} at step {record['step']}: {message}", style=style)
 
     def _time_left(self, step: int, now: float) -> str | None:
-        if self._last is not None and step > self._last[0] and now > self._last[1]:
+        if self._last is not None and step > self._last[0]:
             pace = (now - self._last[1]) / (step - self._last[0])
             old = self._seconds_per_step
             self._seconds_per_step = pace if old is None else 0.9 * old + 0.1 * pace

@@ -107,3 +107,16 @@ def refused(recipe: str, folder: str) -> int:
     """0 when training ends with the exit code of a user's error; the error goes to a file of the rank."""
     with open(Path(folder, f"error{os.environ['RANK']}"), "w") as stream, contextlib.redirect_stderr(stream):
         return 0 if main([recipe]) == 2 else 1
+
+
+def test_ranks_with_different_recipes_do_not_train_together(run: Run, ranks: Ranks) -> None:
+    ranks.work(refused_apart, [str(run.write_recipe()), str(run.folder)], 2)
+    errors = [(run.folder / f"error{rank}").read_text() for rank in (0, 1)]
+    assert "rank 1: given another recipe" in "".join(errors)
+
+
+def refused_apart(recipe: str, folder: str) -> int:
+    """As `refused`, each rank with a learning rate of its own."""
+    rank = os.environ["RANK"]
+    with open(Path(folder, f"error{rank}"), "w") as stream, contextlib.redirect_stderr(stream):
+        return 0 if main([recipe, f"optim.lr=0.00{int(rank) + 1}"]) == 2 else 1

@@ -6,11 +6,13 @@ from operator import index
 from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.moba_local import MobaAttention
+from moba_train.config.explain import explain
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -36,12 +38,16 @@ def moba_attention(
     blocks of every document this is full causal attention. `topk = 1` is the own block only, as in the paper
     (Moonshot's fast code turns it into full attention).
 
+    Under torch.autocast q, k and v are cast, as by `scaled_dot_product_attention`. torch.compile breaks the graph at
+    `cu_seqlens`, whose values are read. Not for the transforms of torch.func (grad, vmap, jvp).
+
     Args:
         q: [T, H, D], float16, bfloat16, float32 or float64, any device.
         k, v: [T, K, D], same dtype and device; K divides H and keys are never repeated in memory. Keys carry RoPE.
         block_size: tokens per block, >= 1. Blocks start at each document's start; the last one may be short.
         topk: blocks per query, the own block included, >= 1.
-        cu_seqlens: int32 [docs + 1], document boundaries: first 0, last T, not decreasing. None: one document.
+        cu_seqlens: int32 [docs + 1], document boundaries: first 0, last T, not decreasing. None: one document. For a
+            batch [B, S, ...] flatten two dimensions and give `torch.arange(0, (B + 1) * S, S, dtype=torch.int32)`.
         softmax_scale: factor on the scores, positive; default D ** -0.5.
         return_lse: also return the natural log-sum-exp of the scaled scores, [H, T], float32 (float64 for float64
             input), without gradient.
@@ -63,7 +69,8 @@ def moba_attention(
     Raises:
         ValueError: names the argument, what was given and what is allowed.
     """
-    _check(q, k, v, block_size, topk, always)
+    q, k, v = (_cast_by_autocast(x) for x in (q, k, v))
+    _check(q, k, v)
     layout = _documents(q, cu_seqlens)
     options = {"block_size": block_size, "topk": topk, "select": select, "always": always, "backend": backend}
     head_dim = index(q.shape[-1])  # a number, also where torch.compile made the sizes symbolic
@@ -72,19 +79,33 @@ def moba_attention(
     return (out, lse) if return_lse else out
 
 
+def _cast_by_autocast(x: Tensor) -> Tensor:
+    """The tensor in autocast's dtype, if it is on for the device; float64 stays, as by torch's own operators."""
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES[:3] or x.device.type == "meta":
+        return x
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 @torch.compiler.assume_constant_result
 def _attention(options: dict[str, Any], head_dim: int, softmax_scale: float | None) -> MobaAttention:
     """One object for equal settings: operators find it by its handle, and a new handle would be compiled again."""
-    return _cached(MobaAttention.Options(**options), head_dim, softmax_scale)
+    try:
+        checked = MobaAttention.Options(**options)
+    except ValidationError as error:
+        raise ValueError("; ".join(explain(error, MobaAttention.Options))) from None
+    return _cached(checked, head_dim, softmax_scale)
 
 
 # Behind `assume_constant_result`, so that torch.compile traces neither the cache nor the constructor.
 _cached = cache(MobaAttention)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, topk: int, always: tuple[str, ...]) -> None:
-    """Refuse what `moba_attention` cannot do, except for the documents and what `MobaAttention` refuses itself."""
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse tensors that `moba_attention` cannot take."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: {type(x).__name__} given, a tensor needed")
         if x.dim() != 3:
             raise ValueError(f"{name}: shape {tuple(x.shape)} given, [tokens, heads, head dim] needed")
         if x.dtype not in _DTYPES:
@@ -99,13 +120,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, topk: int, always: 
         raise ValueError(f"q: shape {tuple(q.shape)} given, at least one head and head dim 1 needed")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"k: {k.shape[1]} key/value heads do not divide q's {q.shape[1]} heads")
-    if block_size < 1:
-        raise ValueError(f"block_size: {block_size} given, at least 1 needed")
-    if topk < 1:
-        raise ValueError(f"topk: {topk} given, at least 1 needed (the own block counts)")
-    unknown = [name for name in always if name not in ("current", "previous", "first")]
-    if unknown:
-        raise ValueError(f"always: {unknown[0]!r} given, allowed: current, previous, first")
 
 
 def _documents(q: Tensor, cu_seqlens: Tensor | None) -> Layout:
@@ -113,6 +127,8 @@ def _documents(q: Tensor, cu_seqlens: Tensor | None) -> Layout:
     tokens = q.shape[0]
     if cu_seqlens is None:
         return Layout(torch.tensor([0, tokens], dtype=torch.int32, device=q.device), tokens, tokens)
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens: {type(cu_seqlens).__name__} given, an int32 tensor needed")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ValueError(
             f"cu_seqlens: {cu_seqlens.dtype} {tuple(cu_seqlens.shape)} given, int32 [documents + 1] with at least one "

@@ -58,8 +58,10 @@ class Msa(Kind):
         """Norm of index queries or keys, in models that normalise queries and keys."""
         return norm_of(config, self.width) if shape_of(config)["qk_norm"] else nn.Identity()
 
+    @torch.no_grad()
     def prepare(self, new: New, rotate: Rotary, store: Kept, texts: Texts) -> Tensor:
-        """The keys; keeps the features of queries for the call that follows, and index keys of all tokens."""
+        """The keys; keeps the features of queries for the call that follows, and index keys of all tokens, both without
+        a graph, with which a module could not be copied."""
         q_BTJw, k_BTKw = (x(new.x).unflatten(-1, (-1, self.width)) for x in (self.q_proj, self.k_proj))
         q_BJTw = rotate(self.q_norm(q_BTJw).transpose(1, 2))
         self.features_BKTf = q_BJTw.unflatten(1, (new.k.shape[1], -1)).transpose(2, 3).flatten(3)
@@ -85,8 +87,8 @@ class Msa(Kind):
         assert self.features_BKTf is not None
         dtype = wide(call.q.dtype)
         block_size = self.options["block_size"]
-        q_BKTf = self.features_BKTf[call.text.rows, :, -call.q.shape[2] :].detach().to(dtype)
-        k_BKSw = call.store.rows["index"][call.text.rows, :, call.text.first :].detach().to(dtype)
+        q_BKTf = self.features_BKTf[call.text.rows, :, -call.q.shape[2] :].to(dtype)
+        k_BKSw = call.store.rows["index"][call.text.rows, :, call.text.first :].to(dtype)
         complete = call.k.shape[2] // block_size
         k_BKNbw = k_BKSw[:, :, : complete * block_size].unflatten(2, (complete, block_size))
         best = self.chooser(call)
@@ -128,6 +130,7 @@ class Indexer(Qsa):
     def norm(self, config: Any) -> nn.Module:
         return Msa.norm(self, config)
 
+    @torch.no_grad()
     def prepare(self, new: New, rotate: Rotary, store: Kept, texts: Texts) -> Tensor:
         """As in `Msa`, with the weights of index queries among the features."""
         keys = super().prepare(new, rotate, store, texts)
