@@ -14,6 +14,7 @@
 # `python -m moba_train.train --help` lists the other arguments, such as --stop-at-step.
 #
 # SIGTERM and Ctrl-C on one node stop all of them in order, with a checkpoint: docs/how-to/resume.md, "How a run is stopped".
+# The other nodes' launchers may then wait 300 s for that node's, which has ended; signal all nodes to avoid it.
 # Exits with 0, or with the code of this node's ranks, which docs/reference/exit-codes.md lists.
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 [ "${1:-}" != --help ] || { usage; exit; }
