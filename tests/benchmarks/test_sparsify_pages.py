@@ -1,4 +1,4 @@
-"""What benchmarks/measured/sparsify.md and the pages that quote it say, computed again from the result files."""
+"""Numbers of benchmarks/measured/sparsify.md and of the pages that quote it, computed again from the result files."""
 
 import json
 import re
@@ -20,7 +20,7 @@ PROSE = one_line("benchmarks/measured/sparsify.md")
 QUALITY = one_line("docs/explanation/quality.md")
 HOW_TO = one_line("docs/how-to/sparsify.md")
 NEEDLES = 160
-"""Of an arm in the fifth run, and of both seeds together in the third."""
+"""Samples of an arm in the fifth run, and of both seeds together in the third."""
 
 
 def results(name: str) -> Any:
