@@ -181,6 +181,9 @@ SIZES = {"block_size": 16, "topk": 8}
         (layer_of("msa", index_dim=16, **SIZES), 4 * 6 * 7),
         (layer_of("indexer", mode="warmup", **SIZES, local_blocks=1), 0),
         (layer_of("indexer", **SIZES, local_blocks=1), 0),
+        (layer_of("indexer", index_heads=2, mode="warmup", **SIZES, local_blocks=1), 0),
+        (layer_of("indexer", index_heads=4, **SIZES, local_blocks=1), 0),
+        (layer_of("indexer", index_heads=4, train_gate=False, **SIZES, local_blocks=1), 0),
     ],
 )
 def test_gates_that_learn_keep_what_is_counted(layer: LayerAttention, lists: int) -> None:

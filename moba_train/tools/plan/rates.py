@@ -128,8 +128,8 @@ class Rates(_Measured):
         """The rate of a layer with heads of this width in sequences of `tokens` tokens.
 
         It is that of the measured rows, of the layer's mode if there are any, whose options and head width are nearest,
-        between two lengths interpolated over log(tokens), beyond them that of the nearest length. Raises PlanError for a kind that was not measured, and for
-        rows with options that the kind does not have.
+        between two lengths interpolated over log(tokens), beyond them that of the nearest length. Raises PlanError for
+        a kind that was not measured, and for rows with options that the kind does not have.
         """
         rows = [row for row in self.attention if row.kind == layer.kind]
         if not rows:
