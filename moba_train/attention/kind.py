@@ -193,7 +193,7 @@ class AttentionKind(ABC):
     def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
         """Memory of a layer. The default is that of engine calls to the block kernels, whose workspace is bounded by
         packed queries, packed gradients of the output and partial gradients of queries, each as large as the queries;
-        up to 512 MiB more, of few tokens, is not counted."""
+        up to 768 MiB more, of few tokens, is not counted."""
         return TokenBytes(workspace=3 * batch.width * model.heads * model.head_width)
 
 

@@ -123,7 +123,8 @@ class Distillation(Objective):
         share -= 1 / math.lcm(options.every, options.full_every) if options.full_every else 0
         teachers = [options.teacher_of(layer) for layer in attention]
         if options.on == "logits":
-            return ObjectiveCosts(share, tuple(teachers), logit_peak=16, logit_traffic=130)
+            peak, traffic = (16, 130) if options.temperature == 1 else (20, 170)  # the student's logarithms, twice
+            return ObjectiveCosts(share, tuple(teachers), logit_peak=peak, logit_traffic=traffic)
         learning = tuple(
             teacher if teacher.kind != layer.kind and not issubclass(KINDS[layer.kind], TwoSublayers) else None
             for layer, teacher in zip(attention, teachers, strict=True)

@@ -159,7 +159,7 @@ def test_work_is_cut_into_work_ranges_without_a_trace(
     assert all(error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))  # NumPy's products depend on the shape
 
 
-@pytest.mark.parametrize(("of_one_head", "ranges"), [(2**28, 1), (1, 2)])
+@pytest.mark.parametrize(("of_one_head", "ranges"), [(300 * 4 * 3 * 256, 1), (300 * 4 * 3 * 256 - 1, 2), (1, 2)])
 def test_queries_of_a_head_are_cut_where_its_partial_results_are_large(
     of_one_head: int, ranges: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

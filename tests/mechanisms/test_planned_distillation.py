@@ -126,13 +126,15 @@ def counted(of_chunk: ChunkLoss, *prepared: Tensor) -> Logits:
     return logits
 
 
-def test_logits_of_a_distilled_chunk_take_what_is_counted() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_logits_of_a_distilled_chunk_take_what_is_counted(temperature: float) -> None:
     """The count of the cross entropy's operations is near its measured rate."""
     from moba_train.tools.plan.rates import shipped_rates
 
     assert counted(chunk_loss).traffic == pytest.approx(shipped_rates(H200).eager_loss_bytes, rel=0.15)
-    costs = Distillation.costs(DistillOptions(), [])
-    found = counted(Distillation(DistillOptions()).of_chunk, torch.randn(ROWS, 8).bfloat16())
+    options = DistillOptions(temperature=temperature)
+    costs = Distillation.costs(options, [])
+    found = counted(Distillation(options).of_chunk, torch.randn(ROWS, 8).bfloat16())
     assert found.peak == costs.logit_peak
     assert found.traffic == pytest.approx(costs.logit_traffic, rel=0.05)
 
@@ -179,6 +181,9 @@ SIZES = {"block_size": 16, "topk": 8}
         (layer_of("msa", index_dim=16, **SIZES), 4 * 6 * 7),
         (layer_of("indexer", mode="warmup", **SIZES, local_blocks=1), 0),
         (layer_of("indexer", **SIZES, local_blocks=1), 0),
+        (layer_of("indexer", index_heads=2, mode="warmup", **SIZES, local_blocks=1), 0),
+        (layer_of("indexer", index_heads=4, **SIZES, local_blocks=1), 0),
+        (layer_of("indexer", index_heads=4, train_gate=False, **SIZES, local_blocks=1), 0),
     ],
 )
 def test_gates_that_learn_keep_what_is_counted(layer: LayerAttention, lists: int) -> None:

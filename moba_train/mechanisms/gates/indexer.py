@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.kind import LayerInput, StageContext
+from moba_train.attention.kind import LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import LayoutArguments
 from moba_train.attention.moba.moba_kind import attended_pairs, gate_flops
 from moba_train.attention.shard import own_rows
@@ -150,6 +150,15 @@ class IndexerKind(QsaKind):
     def index_heads(self) -> int:
         """Index queries of a group."""
         return self.options.index_heads or 1
+
+    def token_bytes(self, model: ModelConfig, batch: MicroBatch) -> TokenBytes:
+        """Those of the index branch; while several heads learn, their queries are kept with the weights as well."""
+        found = super().token_bytes(model, batch)
+        heads = self.options.index_heads
+        if not (heads and self.facts.learns):
+            return found
+        joined = batch.width * model.kv_heads * heads * (self._index_width(model) + 1)
+        return found._replace(activations=found.activations + joined)
 
     def gate_flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Those of the index branch, of its weights, and of MoBA's gate."""

@@ -34,7 +34,8 @@ from moba_train.mechanisms.gates.grid import Attended, block_grid, causal_chunks
 _COPIES = 4
 """Tensors of scores that exist at once while the gate learns, for `causal_chunks`; one while it selects."""
 _KEPT_PAIRS = 2**27
-"""Pairs of a layout up to which their lists are kept for its other layers: 8 MiB of tiles."""
+"""Pairs of a layout up to which their lists are kept for its other layers: 8 MiB of tiles, some 50
+where few queries see many blocks."""
 _TILE_PAIRS = 64
 """Pairs of a tile."""
 

@@ -127,9 +127,9 @@ class Rates(_Measured):
     def attention_rate(self, layer: LayerAttention, head_dim: int, tokens: int) -> AttentionRate:
         """The rate of a layer with heads of this width in sequences of `tokens` tokens.
 
-        It is that of the measured rows whose options and head width are nearest, between two lengths interpolated over
-        log(tokens), beyond them that of the nearest length. Raises PlanError for a kind that was not measured, and for
-        rows with options that the kind does not have.
+        It is that of the measured rows, of the layer's mode if there are any, whose options and head width are nearest,
+        between two lengths interpolated over log(tokens), beyond them that of the nearest length. Raises PlanError for
+        a kind that was not measured, and for rows with options that the kind does not have.
         """
         rows = [row for row in self.attention if row.kind == layer.kind]
         if not rows:
@@ -146,6 +146,9 @@ class Rates(_Measured):
                     f"the rates of {self.gpu} have options that attention kind {layer.kind!r} does not take: "
                     f"{_first_problem(error)}; {CALIBRATE}"
                 ) from None
+        # What a gate's rates of one mode say of the other is off by up to 18 times.
+        mode = getattr(layer.options, "mode", None)
+        rows = [row for row in rows if getattr(_measured(row, layer).options, "mode", None) == mode] or rows
         names = {name for row in rows for name in row.options}
         nearest = min(rows, key=lambda row: _distance(row, layer, head_dim, names))
         rows = [row for row in rows if (row.options, row.head_dim) == (nearest.options, nearest.head_dim)]

@@ -295,7 +295,8 @@ def training(metrics: Path) -> dict[str, Any]:
     steady = [record for record in steps if record["step"] != first[record["stage"]]] or steps
     stages = {}
     for name in dict.fromkeys(record["stage"] for record in steps):
-        own = [record for record in steps if record["stage"] == name]
+        # Once each: a run that goes on from a checkpoint does the steps behind it again.
+        own = [*{record["step"]: record for record in steps if record["stage"] == name}.values()]
         step_s = statistics.median(record["step_s"] for record in own[1:] or own)
         loss = statistics.mean(record.get("cross_entropy", record["loss"]) for record in own)
         stages[name] = {"steps": len(own), "step_s": step_s, "loss": loss}

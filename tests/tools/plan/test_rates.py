@@ -1,6 +1,7 @@
 """Shipped rates are those of the result files; a layer has those of the nearest measured one; what is not known is
 refused."""
 
+import itertools
 import json
 import math
 import re
@@ -141,6 +142,30 @@ def test_a_gate_that_learns_from_every_eighth_query_has_its_own_rate(index_keys:
     assert times[8] == pytest.approx(row["both_ms"]["median"], rel=1e-3)
     if index_keys == "shared":
         assert times[1] == pytest.approx(87.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["seer", "msa"])
+def test_a_rate_of_one_mode_is_not_taken_for_the_other(kind: str) -> None:
+    """However near its other options are."""
+    row = next(row for row in H200.attention if row.kind == kind and row.options.get("mode") == "sparse")
+    every = row.model_copy(update={"options": {"mode": "warmup", "kl_every": 8}, "forward_ms": 1e-3, "both_ms": 3e-3})
+    rates = H200.model_copy(update={"attention": (row, every)})
+    sparse, warmup = (layer(kind, mode=mode, kl_every=8) for mode in ("sparse", "warmup"))
+    alone = rates.model_copy(update={"attention": (row,)})
+    assert rates.attention_rate(sparse, 64, row.tokens) == alone.attention_rate(sparse, 64, row.tokens)
+    assert rates.attention_rate(warmup, 64, row.tokens).both > 100 * rates.attention_rate(sparse, 64, row.tokens).both
+    assert alone.attention_rate(warmup, 64, row.tokens).both > 0
+
+
+def test_a_short_sequence_has_no_rate_of_long_ones_alone() -> None:
+    """Gates with `kl_every` take at least half of the time of those without, at every length that was measured."""
+    model = MEASURED_MODEL.model_copy(update={"head_dim": 64})
+    for kind, mode, tokens in itertools.product(("seer", "msa"), ("sparse", "warmup"), (8192, 32768, 131072)):
+        times = []
+        for every in (1, 8):
+            found = layer(kind, mode=mode, kl_every=every)
+            times.append(layer_flops(model, found, [tokens]) / H200.attention_rate(found, 64, tokens).both)
+        assert 0.5 < times[1] / times[0] < 1.1, (kind, mode, tokens)
 
 
 def test_a_kind_that_was_never_measured_is_named() -> None:

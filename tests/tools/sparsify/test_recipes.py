@@ -78,6 +78,18 @@ def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
     assert (folder / recipes.CALIBRATED).read_text() == "edited"
 
 
+def test_steps_that_were_done_again_count_once_in_a_stage(tmp_path: Path) -> None:
+    """Their seconds count: full attention gets them as well."""
+    records = [
+        {"type": "metrics", "stage": stage, "step": step, "tokens": step, "loss": loss, "step_s": 1, "tokens_per_s": 1}
+        for stage, step, loss in [("a", 1, 4), ("a", 2, 9), ("b", 3, 9), ("a", 2, 2), ("b", 3, 5), ("b", 4, 1)]
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"time": 0.0} | one) + "\n" for one in records))
+    found = steps.training(tmp_path / "metrics.jsonl")
+    assert found["stages"] == {"a": {"steps": 2, "step_s": 1, "loss": 3}, "b": {"steps": 2, "step_s": 1, "loss": 3}}
+    assert (found["steps"], found["train_s"]) == (4, 6)
+
+
 def test_recipes_of_a_call_that_was_killed_are_not_taken_for_those_of_the_next(project: Path, tmp_path: Path) -> None:
     def asked(budget: int) -> tuple[Request, dict[str, str]]:
         request = tiny_request(budget=budget)

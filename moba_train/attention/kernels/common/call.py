@@ -28,9 +28,9 @@ _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
 # Keys of a program that adds splits: [16, D] of float32 for dk and dv stay in registers.
 _SUMMED_KEYS = 16
-_ONE_HEAD = 2**28
-"""Numbers of one key/value head's partial results, 512 MiB, up to which its queries are not cut into ranges: these cost
-launches, and sums in float32."""
+_ONE_HEAD = 2**29
+"""Bytes of one key/value head's partial results up to which its queries are not cut into ranges: these cost launches,
+and sums in float32."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class BlockCall:
         # At 1M tokens 4096/12 the partial results of all queries together would be 92 GB
         # (docs/explanation/kernels.md, "What it costs").
         of_a_head = self.tokens * self.group * self.history_blocks
-        return max(2 * self.tokens * self.heads, min(of_a_head, _ONE_HEAD // self.head_dim))
+        small = _ONE_HEAD // (self.head_dim * self.q_THD.element_size())
+        return max(2 * self.tokens * self.heads, min(of_a_head, small))
 
     @property
     def longest(self) -> int:
