@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from moba_train.config.base import Length, Section, TokenBudget
+from moba_train.config.base import Length, OpenSection, Section, TokenBudget
 
 # The validator that reads the suffixes marks the two units.
 _UNITS = {get_args(Length)[1]: "(K, M = 1024)", get_args(TokenBudget)[1]: "(K, M, B, T = 1000)"}
@@ -166,7 +166,7 @@ def _explain_one(details: ErrorDetails, root: type[Section]) -> tuple[str, str]:
             packaged = "; or take a packaged one, such as `extends: qwen3-0.6b`" if path == "model" else ""
             return path, f"missing; allowed: {allowed}{packaged}"
         case "extra_forbidden" | "invalid_key":
-            return path, _unknown_key(str(details["loc"][-1]), section, root)
+            return path, _unknown_key(str(details["loc"][-1]), details["input"], section, root)
         case "value_error":
             return path, str(details["ctx"]["error"])
         case "model_type":
@@ -185,11 +185,15 @@ def _example(section: type[Section], listed: bool) -> str:
     return f"[{text}]" if listed else text
 
 
-def _unknown_key(key: str, section: type[Section] | None, root: type[Section]) -> str:
+def _unknown_key(key: str, value: object, section: type[Section] | None, root: type[Section]) -> str:
     known = list(section.fields()) if section is not None else []
     told = section.not_here.get(key) if section is not None else None
     hint = f" ({told})" if told else did_you_mean(key, known)
     if not hint:
-        elsewhere = [path for path, _ in walk(root) if path.rpartition(".")[2] == key]
+        is_section = isinstance(value, Mapping)  # it is no misplaced key that holds something else
+        found = ((path, field) for path, field in walk(root) if path.rpartition(".")[2] == key)
+        elsewhere = [path for path, field in found if section_of(field.annotation) or not is_section]
         hint = f"; a key of that name is at {' and '.join(elsewhere)}" if elsewhere else ""
+        if is_section and not hint and section is not None and issubclass(section, OpenSection):
+            hint = " (no plug-in of that name is installed)"
     return f"unknown key{hint}; allowed here: {', '.join(known)}"
