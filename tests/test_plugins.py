@@ -217,6 +217,23 @@ def test_without_the_package_the_recipe_is_refused_with_what_there_is(
     assert "auto, allgather, ulysses, hierarchical, ring" in refused
 
 
+@pytest.mark.parametrize(
+    ("attention", "said"),
+    [
+        # Kinds that are there have an option of this name, which holds no section.
+        ({"local_blocks": {"size": 3}}, "attention.local_blocks: unknown key (no plug-in of that name is installed)"),
+        ({"rope": {"theta": 3}}, "attention.rope: unknown key; a key of that name is at model.rope and stages[i].rope"),
+        ({"mobba": {"topk": 3}}, "attention.mobba: unknown key (did you mean 'moba'?)"),
+    ],
+)
+def test_sections_of_missing_packages_and_misplaced_ones_have_messages_of_their_own(
+    attention: dict[str, Any], said: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.recipe["attention"] = attention
+    assert run.train_here() == 2
+    assert said in capsys.readouterr().err
+
+
 BROKEN = """
 [moba_train.attention_kinds]
 crashes = broken.crash:Kind

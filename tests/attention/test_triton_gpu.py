@@ -90,21 +90,11 @@ def test_outputs_and_gradients_for_the_kernels_own_selection(
         assert error(a, b) <= 1.1 * error(c, b), f"{name}: {error(a, b):.2e}, written plainly {error(c, b):.2e}"
 
 
-@pytest.mark.parametrize(
-    ("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), [CASES[1], CASES[2], CASES[7], CASES[11]]
-)
-def test_queries_of_a_head_in_several_ranges(
-    lengths: list[int],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("given", [CASES[number].values for number in (1, 2, 7, 11)])
+def test_queries_of_a_head_in_several_ranges(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a head's partial results are too large for all its queries at once."""
-    monkeypatch.setattr(call.BlockCall, "limit", sum(lengths))
-    test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_heads, head_dim, dtype, options)
+    monkeypatch.setattr(call.BlockCall, "limit", sum(given[0]))
+    test_outputs_and_gradients_for_the_kernels_own_selection(*given)
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES[:4] + CASES[8:10])

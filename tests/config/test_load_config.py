@@ -281,12 +281,6 @@ def test_all_problems_of_overrides_and_recipe_come_at_once(recipe: Path) -> None
         ("model.hiden_size=3", "model.hiden_size: unknown key (did you mean 'hidden_size'?)"),
         ("stages.1.attention.moba.blocksize=1", "stages[1].attention.moba.blocksize: unknown key (did you mean 'block"),
         ("stages.1.attention.kind=moba", "stages[1].attention.kind: unknown key (did you mean 'default'?)"),
-        ("attention.local_blocks={size: 3}", "attention.local_blocks: unknown key (no plug-in of that name is instal"),
-        (
-            "attention.rope={theta: 3}",
-            "attention.rope: unknown key; a key of that name is at model.rope and stages[i].r",
-        ),
-        ("attention.mobba={topk: 3}", "attention.mobba: unknown key (did you mean 'moba'?)"),
         ("learning_rate=1", "learning_rate: unknown key; allowed here: name, "),
         ("lr=1e-3", "lr: unknown key; a key of that name is at optim.lr and stages[i].lr"),
         ("stages.1.attention.moba.block_size=0", "stages[1].attention.moba.block_size: given 0; allowed: integer >= 1"),

@@ -76,14 +76,14 @@ def test_a_teacher_costs_its_forward_pass_and_its_logits() -> None:
 
 
 def test_a_teacher_gathers_the_weights_once_more() -> None:
-    """Of two ranks, half of each bf16 weight of the blocks."""
+    """Each of two ranks receives half of each bf16 weight of the blocks."""
     (_, labels), (_, step) = planned(2), planned(2, weight=0.5)
     blocks = 16 * (2048 * (2 * 2048 + 2 * 512 + 3 * 8192) + 2 * 2048)
     assert step.traffic["fsdp"].node - labels.traffic["fsdp"].node == 2 * blocks / 2
 
 
 def test_a_teacher_exchanges_keys_and_values() -> None:
-    """Of windows every rank has nearly all that it needs; full attention needs those of both."""
+    """A rank has nearly all keys and values of its windows; full attention needs those of both ranks."""
     windows = {"default": "window", "window": {"window": 512}}
     (_, alone), (_, step) = (planned(cp, cp, windows, weight=0.5) for cp in (1, 2))
     assert step.time.objective > alone.time.objective / 2

@@ -34,8 +34,8 @@ from moba_train.mechanisms.gates.grid import Attended, block_grid, causal_chunks
 _COPIES = 4
 """Tensors of scores that exist at once while the gate learns, for `causal_chunks`; one while it selects."""
 _KEPT_PAIRS = 2**27
-"""Pairs of a layout up to which their lists are kept for its other layers: 8 MiB of tiles, some 50
-where few queries see many blocks."""
+"""Pairs of a layout up to which their lists are kept for its other layers: 8 MiB of tiles, some 50 where few queries
+see many blocks."""
 _TILE_PAIRS = 64
 """Pairs of a tile."""
 
@@ -87,7 +87,8 @@ class Pairs:
 def history_pairs(layout: Layout, block_size: int, groups: int, copies: int, every: int = 1) -> Iterable[Pairs]:
     """Every N-th query with every block up to its own, as many queries at a time as `copies` of their scores allow.
 
-    To make them takes some twenty launches, and they depend on the layout alone: a few are kept with it."""
+    To make them takes some twenty launches, and they depend on the layout alone: a few are kept with it.
+    """
     made = _history_pairs(layout, block_size, groups, copies, every)
     queries, blocks = len(block_grid(layout, block_size, every).own_on_host), len(block_edges(layout, block_size))
     if groups * queries * blocks > _KEPT_PAIRS:
