@@ -48,7 +48,9 @@ class Ranks:
         self, program: Callable[..., int | None], arguments: Sequence[Any], ranks: int, per_node: int | None
     ) -> None:
         self.start(ranks)
-        port = free_port()
+        # As torchrun's store, it outlives the ranks: with one in rank 0, a slower rank that fails as well could no
+        # longer read that rank 0 has said why.
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         for rank in range(ranks):
             environment = {
                 "RANK": rank,
@@ -56,7 +58,9 @@ class Ranks:
                 "WORLD_SIZE": ranks,
                 "LOCAL_WORLD_SIZE": per_node or ranks,
                 "MASTER_ADDR": "localhost",
-                "MASTER_PORT": port,
+                "MASTER_PORT": store.port,
+                "TORCHELASTIC_USE_AGENT_STORE": True,
+                "TORCHELASTIC_RESTART_COUNT": 0,
             }
             self.pipes[rank].send((program, arguments, {key: str(value) for key, value in environment.items()}))
         deadline = time.monotonic() + 300  # where nothing is cached, compiling takes a minute of a quiet core
