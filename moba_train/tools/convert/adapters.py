@@ -16,14 +16,14 @@ from moba_train.mechanisms.lora import CHANGE, CHECKSUM, A, B, LoraOptions, chec
 from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec
 from moba_train.output_files import write_new
-from moba_train.tools.convert.hf_export import hf_config, write_safetensors
+from moba_train.tools.convert.hf_export import family_entries, hf_config, write_safetensors
 from moba_train.tools.convert.model_card import CARD, adapters_card
 from moba_train.tools.convert.new_folder import new_folder
 from moba_train.tools.hf.config import is_hf_folder, read_family, read_model_config
 from moba_train.tools.hf.family import NUMBER, family_of
 from moba_train.tools.hf.files import SINGLE
 from moba_train.tools.hf.mxfp4 import open_weights
-from moba_train.tools.hf.weights import buffer_shapes, check_hf_weights, parameter_shapes, places
+from moba_train.tools.hf.weights import buffer_shapes, check_hf_weights, kind_shapes, parameter_shapes, places
 from moba_train.tools.saved_recipe import SavedRun, base_folder
 
 PEFT_CONFIG = "adapter_config.json"
@@ -44,6 +44,7 @@ class MergedReader(CheckpointReader):
             files = open_weights(folder)
             family, config = read_family(folder)
             shapes = parameter_shapes(saved.config.model) | buffer_shapes(read_model_config(folder), family)
+            shapes |= kind_shapes(saved.config.model, folder)
             check_hf_weights(shapes, files)
             found = places(config, family, shapes)
             self._read_base = lambda name: found[name.removeprefix("model.")].read(files).float()
@@ -94,8 +95,9 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
     options = lora_options(saved.spec)
     reader = MergedReader(saved)
     shape = saved.config.model
+    kinds = build_attention(saved.stage.attention, shape.head_width)
     family = family_of(
-        hf_config(shape, saved.stage.rope, saved.stage.seq_len, "float32", [{}] * shape.layers)["model_type"]
+        hf_config(shape, saved.stage.rope, saved.stage.seq_len, "float32", family_entries(kinds))["model_type"]
     )
     theirs = {name: family.name(name) for name in parameter_shapes(shape)}
     joined = {name for name, count in Counter(theirs.values()).items() if count > 1 or NUMBER in name}
@@ -141,5 +143,5 @@ def export_adapters(saved: SavedRun, output: Path) -> None:
     with new_folder(output):
         write_safetensors(output, ((theirs, reader.for_peft(ours)) for theirs, ours in found.items()), 2**62)
         (output / SINGLE).rename(output / "adapter_model.safetensors")
-        write_new(output / CARD, adapters_card(saved, build_attention(saved.stage.attention, shape.head_width)))
+        write_new(output / CARD, adapters_card(saved, kinds))
         write_new(output / PEFT_CONFIG, json.dumps(config, indent=2) + "\n")

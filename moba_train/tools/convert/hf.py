@@ -26,7 +26,7 @@ from moba_train.config.load import dump_config
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import TOKENIZERS
-from moba_train.errors import CheckpointError
+from moba_train.errors import CheckpointError, named_layers
 from moba_train.foreign_files import folder_roots, working_roots
 from moba_train.mechanisms.experts.upcycle import upcycled, upcycled_weight
 from moba_train.model.build import build_attention
@@ -35,6 +35,7 @@ from moba_train.output_files import write_new
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.convert.adapters import MergedReader
 from moba_train.tools.convert.hf_export import (
+    family_entries,
     full_entry,
     hf_config,
     layer_entry,
@@ -48,7 +49,7 @@ from moba_train.tools.convert.model_card import CARD, model_card
 from moba_train.tools.convert.new_folder import check_new_folder, new_folder
 from moba_train.tools.convert.with_code import code_config, code_families, code_problems, write_code
 from moba_train.tools.hf.config import CONFIG, read_family, read_length, read_model_config
-from moba_train.tools.hf.family import OF_FAMILIES, Family, family_of
+from moba_train.tools.hf.family import Family, family_of
 from moba_train.tools.hf.mxfp4 import open_weights
 from moba_train.tools.hf.weights import buffer_shapes, check_hf_weights, fused_tensors, parameter_shapes, places
 from moba_train.tools.inference.corpus_marks import corpus_marks
@@ -180,8 +181,7 @@ def export_to_hf(
     stage = saved.stage
     kinds = build_attention(stage.attention, config.model.head_width)
     whole = with_code or model_type is not None
-    own = [layer_entry(kind) if kind.name in OF_FAMILIES or kind.projects(kind.options) else {} for kind in kinds]
-    attention = [] if with_code else own
+    attention = [] if with_code else family_entries(kinds)
     # Without code, kinds with parameters are those of an architecture that has them, or there is a problem.
     of_kinds = _kind_shapes(saved.spec, kinds)
     families = code_families(bool(of_kinds)) if with_code else ()
@@ -225,7 +225,13 @@ def export_to_hf(
             reader.check()
         # Written last: a folder without it is not read as a model.
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")
-    return [*tokenizer.warnings, *family.cautions(contents)]
+    warnings = [*tokenizer.warnings, *family.cautions(contents)]
+    if others := [layer for layer, entry in enumerate(elsewhere) if entry and entry != attention[layer]]:
+        warnings.append(
+            f"{named_layers(others)}: programs that do not know moba_train attend by {elsewhere[others[0]]}, as every "
+            f"{contents['model_type']} does there; --with-code exports each layer's own attention"
+        )
+    return warnings
 
 
 def _kind_shapes(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> dict[str, tuple[int, ...]]:

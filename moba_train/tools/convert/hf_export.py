@@ -21,7 +21,7 @@ from moba_train.output_files import write_new
 from moba_train.registry import MODEL_FAMILIES
 from moba_train.resolve.initial_weights import comparable
 from moba_train.tools.hf.config import moba_layers, parse_layer, read_family, read_model_config
-from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.family import OF_FAMILIES, Family
 from moba_train.tools.hf.files import INDEX, SINGLE
 from moba_train.tools.hf.rope import ROPE_KEYS
 
@@ -112,6 +112,10 @@ def hf_config(
     if not differing:
         raise CheckpointError("model.rope: no Hugging Face architecture has this rotary embedding")
     nearest = min(differing, key=lambda name: len(differing[name]))
+    if not differing[nearest]:
+        raise CheckpointError(
+            f"attention: layers of model.bare_layers have other kinds, or options of them, than {nearest} has there"
+        )
     if [*differing[nearest]] == ["heads"]:
         raise CheckpointError(
             f"model.heads: given {model.heads}; allowed in an export as {MODEL_FAMILIES[nearest].architecture}: a "
@@ -122,7 +126,7 @@ def hf_config(
         f"{', '.join(f'model.{key}' for key, _ in found)}: no Hugging Face architecture has these values together; "
         f"{nearest} comes nearest, where "
         + ", ".join(f"{key} is {given(value)}, not {given(wanted.get(key))}" for key, value in found)
-        + "; --with-code exports other models with their code"
+        + ("" if families else "; --with-code exports other models with their code")
     )
 
 
@@ -147,6 +151,11 @@ def layer_entry(kind: AttentionKind) -> dict[str, Any]:
     """A layer's entry in an exported config.json, as JSON values: what decides which keys it attends to."""
     left_out = dict.fromkeys(kind.facts.not_exported, True)
     return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude=left_out | _BACKENDS_OF_PARTS)}
+
+
+def family_entries(kinds: Iterable[AttentionKind]) -> list[dict[str, Any]]:
+    """Attention of each layer as `hf_config` takes it: empty for kinds whose layers ordinary models run in full."""
+    return [layer_entry(kind) if kind.name in OF_FAMILIES or kind.projects(kind.options) else {} for kind in kinds]
 
 
 def full_entry(kind: AttentionKind) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from moba_train.tools.hf.config import read_family, read_model_config
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.files import SINGLE
 from moba_train.tools.inference.generate import generate
-from moba_train.tools.saved_recipe import load_trained, open_checkpoint
+from moba_train.tools.saved_recipe import load_trained, open_checkpoint, with_overrides
 from tests.tools.convert.hf_models import (
     FAMILIES,
     PUBLISHED,
@@ -118,8 +118,9 @@ def test_transformers_runs_the_export_with_its_layers(exported: tuple[str, Path,
     """By the code of an export: MoBA where it was trained with it, windows elsewhere."""
     saved = open_checkpoint(exported[2].parent / "run")
     if exported[0] in NOT_BY_CODE:
-        with pytest.raises(CheckpointError, match=NOT_BY_CODE[exported[0]]):
+        with pytest.raises(CheckpointError, match=NOT_BY_CODE[exported[0]]) as refusal:
             export_to_hf(saved, tmp_path, torch.float32, shard_bytes=2**30, with_code=True)
+        assert "--with-code exports" not in str(refusal.value), "advises what was given"
         return
     export_to_hf(saved, tmp_path, torch.float32, shard_bytes=2**30, with_code=True)
     tokens = random_tokens(90)
@@ -127,6 +128,38 @@ def test_transformers_runs_the_export_with_its_layers(exported: tuple[str, Path,
         got = loaded_here(tmp_path)(tokens[None]).logits[0]
     want = logits(load_trained(saved, torch.device("cpu"), torch.float64), tokens)
     assert (got - want).abs().max() / want.abs().max() < 1e-10
+
+
+def test_layers_to_which_others_give_a_window_are_named(tmp_path: Path) -> None:
+    make_hf_model("mixtral_windows", tmp_path / "hf")
+    save_as_checkpoint(tmp_path / "hf", tmp_path / "run", SPARSE, None)
+    saved = open_checkpoint(tmp_path / "run")
+    windows = dict.fromkeys(range(3), WINDOW)
+    for folder, overrides, found in (("same", windows, 0), ("one", {0: WINDOW}, 1)):
+        config = with_overrides(saved.config, [f"attention.overrides={json.dumps(overrides)}"])
+        warnings = export_to_hf(saved.with_recipe(config), tmp_path / folder, torch.float32, 2**30)
+        named = [text for text in warnings if "'window': 24" in text]
+        assert len(named) == found
+        assert all(text.startswith("layers 1-2: ") for text in named)
+
+
+def test_linear_layers_of_other_heads_have_no_architecture() -> None:
+    heads = {"keys": 2, "values": 6, "width": 8}
+    model = ModelConfig.model_validate(
+        {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "layers": 3, "heads": 4, "kv_heads": 2}
+        | {
+            "qk_norm": True,
+            "centered_norms": True,
+            "gate_layers": "all",
+            "bare_layers": [0, 1],
+            "rope": {"fraction": 0.25},
+        }
+        | {"moe": {"experts": 4, "active": 2, "intermediate_size": 8, "shared": 1, "shared_gate": True}}
+    )
+    layers = [{"kind": "gdn", "heads": heads}, {"kind": "gdn", "heads": heads | {"values": 4}}, {}]
+    assert hf_config(model, model.rope, 256, "float32", [layers[0], layers[0], {}])["model_type"] == "qwen3_next"
+    with pytest.raises(CheckpointError, match=r"attention: layers of model\.bare_layers .* than qwen3_next"):
+        hf_config(model, model.rope, 256, "float32", layers)
 
 
 def test_an_imported_recipe_has_the_windows_of_the_model(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from moba_train.model.build import build_model
 from moba_train.resolve.initial_weights import left_out_kinds, load_initial_weights
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.resolve.warnings import recipe_warnings
+from moba_train.tools.convert.adapters import export_adapters
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf, imported_recipe
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 from tests.resolved import check
@@ -22,7 +23,7 @@ from tests.run.test_init_from import _on_the_cpu, begun_from, damaged, source
 from tests.run.tiny_run import Run
 from tests.run.trainer_ranks import Ranks
 from tests.tools.convert.code_models import LAYERS_OF, save_run
-from tests.tools.convert.hf_models import make_hf_model
+from tests.tools.convert.hf_models import logits, make_hf_model, our_model, random_tokens
 
 __all__ = ["_on_the_cpu", "source"]
 
@@ -163,6 +164,25 @@ def test_layers_of_an_architecture_that_are_a_kind_with_weights_begin_with_them(
     heads["values"] = 4
     with pytest.raises(ConfigError, match=r"attention\.gdn: gives layer 0 parameters"):
         check(load_config(run.write_recipe(), [f"run_dir={tmp_path / 'other'}"]), 1, check_files=True)
+
+
+def test_adapters_of_a_model_with_linear_layers_are_exported(run: Run, tmp_path: Path) -> None:
+    """Into a model of its architecture; peft has no place for linear layers, which are trained in full."""
+    make_hf_model("qwen3_next", tmp_path / "hf")
+    imported = imported_recipe(tmp_path / "hf", tmp_path)
+    run.recipe |= {"init_from": str(tmp_path / "hf"), "model": imported.model.model_dump(), "adapters": {"lora": {}}}
+    run.recipe["attention"] = imported.attention.model_dump(exclude_unset=True)
+    del run.recipe["stages"][1:], run.recipe["stages"][0]["attention"]
+    assert run.train_here("--stop-at-step", "2") == 0
+    saved = open_checkpoint(run.run_dir)
+    with pytest.raises(CheckpointError, match=r"peft has no place for blocks\.0\.attention\.gdn"):
+        export_adapters(saved, tmp_path / "peft")
+    export_to_hf(saved, tmp_path / "out", torch.float32, 1 << 30)
+    tokens = random_tokens(90)
+    ours = load_trained(saved, torch.device("cpu"))
+    found = logits(our_model(tmp_path / "out"), tokens)
+    assert (logits(our_model(tmp_path / "hf"), tokens) - found).abs().max() > 1e-3, "training does something"
+    torch.testing.assert_close(found, logits(ours, tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_an_export_with_code_brings_the_weights_of_its_attention_kinds(tmp_path: Path) -> None:
