@@ -177,20 +177,22 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
             warn_of_length(saved.stage.seq_len, training)
         context = _context(saved, options.cp, attentions, world)
         del held
-        results = {}
-        for evaluation in evaluations:
-            results[evaluation.name] = evaluation.run(context)
-            if world.is_main:
-                for line in results[evaluation.name].table:
-                    echo(line)
-        if world.is_main:
-            content = measured_json(saved, training, options.to_json(), context.own, attentions, results)
-            content |= {"ranks": world.size}
-            write_results(content, saved.path, options.output, echo)
-            if options.output is not None and plotly_is_installed():
-                from moba_train.tools.report.page import write_evaluation  # plotly takes a second to import
+        results: dict[str, EvaluationResult] = {}
+        try:
+            for evaluation in evaluations:
+                results[evaluation.name] = evaluation.run(context)
+                if world.is_main:
+                    for line in results[evaluation.name].table:
+                        echo(line)
+        finally:  # a later evaluation that fails takes none of the numbers
+            if world.is_main and results:
+                content = measured_json(saved, training, options.to_json(), context.own, attentions, results)
+                content |= {"ranks": world.size}
+                write_results(content, saved.path, options.output, echo)
+                if options.output is not None and plotly_is_installed():
+                    from moba_train.tools.report.page import write_evaluation  # plotly takes a second to import
 
-                echo(f"charts: {write_evaluation(content, options.output)}")
+                    echo(f"charts: {write_evaluation(content, options.output)}")
 
 
 def warn_of_length(tokens: int, training: Training) -> None:

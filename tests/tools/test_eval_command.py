@@ -112,6 +112,21 @@ def test_tasks_that_the_recipe_lacks_run_alone_with_overrides_of_their_sections(
     assert newest(run)["position_wise"]["sequences"] == 4
 
 
+def test_an_evaluation_that_fails_takes_no_numbers_of_those_before(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise DataError("no sample fits")
+
+    monkeypatch.setattr(GateProbe, "run", fail)
+    before = len(results(run))
+    text = evaluate(run, "--tasks", "validation_loss,gate_probe", code=2)
+    assert "results: " in text
+    assert "no sample fits" in text
+    assert len(results(run)) == before + 1
+    assert newest(run)["tasks"] == ["validation_loss"]
+    evaluate(run, "--tasks", "gate_probe", code=2)
+    assert len(results(run)) == before + 1, "no file without a number"
+
+
 def test_overrides_change_the_attention_on_the_same_weights(run: Path) -> None:
     evaluate(run)
     before = newest(run)["validation_loss"]
