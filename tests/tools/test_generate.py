@@ -13,6 +13,7 @@ from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.config.model import ModelConfig
+from moba_train.errors import CheckpointError
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.tools.inference import generate as generate_module
@@ -129,6 +130,14 @@ def test_tokens_are_drawn_as_often_as_temperature_and_nucleus_say(sampling: Samp
     got = drawn.bincount(minlength=4) / 4000
     torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=0.03)
     assert not got[torch.tensor(want) == 0].any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_an_error_and_no_token(temperature: float, value: float) -> None:
+    logits = torch.tensor([0.5, value, -math.inf])
+    with pytest.raises(CheckpointError, match=f"the logits of the next token are {value}"):
+        sample(logits, Sampling(temperature=temperature), torch.Generator())
 
 
 @pytest.mark.parametrize(

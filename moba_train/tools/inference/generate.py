@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.engine import LOCAL_ENGINE
+from moba_train.errors import CheckpointError
 from moba_train.model.transformer import Transformer
 from moba_train.tools.inference.cache import CachedAttention, CachePlan, Decode, check_decode
 from moba_train.tools.inference.graph import Record, RepeatedToken
@@ -165,14 +166,19 @@ def _next(
 
 
 def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token id, drawn from its logits [V]."""
+    """The next token id, drawn from its logits [V]. Raises CheckpointError where the largest is NaN or infinite."""
     logits_V = logits_V[: sampling.vocab_size].float()
+    largest, token = logits_V.max(0)
+    if not largest.isfinite():
+        raise CheckpointError(
+            f"the logits of the next token are {largest}: the weights are damaged, or too large for their dtype"
+        )
     if sampling.temperature == 0:
-        return int(logits_V.argmax())
+        return int(token)
     # The quotients of a small temperature are infinite; the largest logit's must stay a number. Below the smallest
     # normal number the temperature itself would be 0 in float32, or its reciprocal, which GPUs multiply by, infinite.
     temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)
-    probabilities, order = ((logits_V - logits_V.max()) / temperature).softmax(-1).sort(descending=True)
+    probabilities, order = ((logits_V - largest) / temperature).softmax(-1).sort(descending=True)
     # A token stays while the more likely ones have less than top_p together; the first always does.
     probabilities[probabilities.cumsum(0) - probabilities >= sampling.top_p] = 0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
