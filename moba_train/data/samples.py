@@ -268,9 +268,10 @@ class StageData:
         """A sentence for each bucket with long conversations, and for each that has fewer than the `batch_tokens` of a
         batch: the number of times that the stage reads it."""
         found = [*self._warnings]
-        for bucket, stream, samples in zip(self.buckets, self.streams, self.samples_per_bucket.tolist(), strict=True):
+        for index, (bucket, stream) in enumerate(zip(self.buckets, self.streams, strict=True)):
             if stream.tokens < batch_tokens:
-                epochs = samples * self.seq_len / stream.tokens
+                taken = self.samples_per_bucket[index] * self.seq_len * (1 - self.padding_fraction(index))
+                epochs = taken / stream.tokens
                 found.append(
                     f"corpus {bucket.name} has {stream.tokens:,} tokens, fewer than a batch ({batch_tokens:,}): the "
                     f"stage reads it about {epochs:,.1f} times"

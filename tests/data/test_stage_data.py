@@ -196,6 +196,10 @@ def test_a_corpus_smaller_than_a_batch_is_named_with_its_repeats(make_corpus: Ma
     (text,) = data.warnings(batch_tokens=41)
     assert text.startswith(f"corpus {small} has 40 tokens, fewer than a batch (41)")
     assert text.endswith("about 10.0 times")
+    short = make_corpus("short", numbered_documents([6]))
+    packed = stage(short, sequences=20, packing="best_fit")  # one document and 2 tokens of padding in a sample
+    (text,) = packed.warnings(batch_tokens=41)
+    assert text.endswith("about 20.0 times")
 
 
 def test_unusable_corpora_are_refused_at_once(make_corpus: MakeCorpus) -> None:
