@@ -277,7 +277,7 @@ class IndexedDataset:
         if made_for > vocab_size:
             raise DataError(
                 f"corpus {self.prefix} was tokenized with a vocabulary of {made_for}, but model.vocab_size is "
-                f"{vocab_size}; set model.vocab_size to at least {made_for}"
+                f"{vocab_size}; make it with the model's tokenizer, or set model.vocab_size of a new one to {made_for}"
             )
         recorded = info.get("min_id", 0) < 0 or info.get("max_id", 0) >= vocab_size
         for begin, tokens in self.blocks(COPY_BYTES) if recorded else self._tokens.sampled_blocks():

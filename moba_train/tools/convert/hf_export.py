@@ -177,7 +177,8 @@ def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:
     count = parameter_count(kind, model)
     if not count or kind.projects(kind.options):
         return ""
-    return f"kind {kind.name!r} has {count} parameters in a layer, which ordinary models lack; add --with-code"
+    remedy = "add --with-code" if model.bare_layers == "none" else "no export of a model with bare_layers has them"
+    return f"kind {kind.name!r} has {count} parameters in a layer, which ordinary models lack; {remedy}"
 
 
 def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:

@@ -12,11 +12,12 @@ from safetensors.torch import save_file
 
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
+from moba_train.model.build import build_attention
 from moba_train.registry import MODEL_FAMILIES
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf, imported_recipe
-from moba_train.tools.convert.hf_export import hf_config
+from moba_train.tools.convert.hf_export import hf_config, layer_problem
 from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
-from moba_train.tools.hf.config import read_family, read_model_config
+from moba_train.tools.hf.config import parse_layer, read_family, read_model_config
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.files import SINGLE
 from moba_train.tools.inference.generate import generate
@@ -160,6 +161,8 @@ def test_linear_layers_of_other_heads_have_no_architecture() -> None:
     assert hf_config(model, model.rope, 256, "float32", [layers[0], layers[0], {}])["model_type"] == "qwen3_next"
     with pytest.raises(CheckpointError, match=r"attention: layers of model\.bare_layers .* than qwen3_next"):
         hf_config(model, model.rope, 256, "float32", layers)
+    (index,) = build_attention([parse_layer({"kind": "msa", "block_size": 32, "topk": 3})], model.head_width)
+    assert layer_problem(index, model).endswith("no export of a model with bare_layers has them")
 
 
 def test_an_imported_recipe_has_the_windows_of_the_model(tmp_path: Path) -> None:
