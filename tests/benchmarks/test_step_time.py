@@ -215,6 +215,6 @@ def test_stages_of_sparsify_are_predicted_as_the_document_says() -> None:
     for name, step, found in zip(stages, steps, measured, strict=True):
         times = f"| {name} | {found['step_s']:.2f} | {step.time.seconds:.2f} | "
         (rest,) = re.findall(f"{re.escape(times)}(.*) \\|$", text, re.MULTILINE)
-        _, _, memory, _ = rest.split(" | ")
+        _, memory = rest.split(" | ")
         assert memory == f"{step.memory / 2**30:.1f}", name
         assert -0.18 < step.time.seconds / found["step_s"] - 1 < 0.05, name
