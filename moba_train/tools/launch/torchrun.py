@@ -21,8 +21,8 @@ from operator import itemgetter
 from pathlib import Path
 
 from moba_train.errors import (
+    LAUNCHER_FOLDER,
     OWN_CODES,
-    REFUSED_FILE,
     BrokenNodeError,
     LaunchError,
     ReproducibleFaultError,
@@ -32,7 +32,6 @@ from moba_train.errors import (
 from moba_train.output_files import write_atomically
 from moba_train.run.stop import (
     BEFORE_TRAINING,
-    LAUNCHER_FOLDER,
     LEFT_BEHIND,
     STOP_LIMIT,
     STOPPED,
@@ -106,7 +105,6 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
     with tempfile.TemporaryDirectory() as folder:
         os.environ[LAUNCHER_FOLDER] = folder
-        os.environ[REFUSED_FILE] = str(Path(folder) / "refused")
         _quiet_torchrun()
         with _orderly_end(Path(folder)) as codes:
             try:
