@@ -99,15 +99,17 @@ class CommunicationError(UserError):
 class EndedElsewhereError(UserError):
     """Another rank has ended the run with an error of the user's, which it reports; this rank waited for it."""
 
-    said_elsewhere = True
+    said_elsewhere: bool | None = True
 
     def __init__(self, code: int, rank: int | None = None) -> None:
-        """rank: the other one, if it has never joined: the first rank of each node then tells it."""
+        """rank: the other one, if it has not joined: the first rank of each node then reports it."""
         self.exit_code = code
-        if rank is not None:
+        text = f"has ended the run with exit code {code}"
+        if rank is None:
+            super().__init__(f"another rank {text}")
+        else:
             self.said_elsewhere = None
-        who = "another rank" if rank is None else f"rank {rank}"
-        super().__init__(f"{who} has ended the run with exit code {code}" + "; its output says why" * (rank is not None))
+            super().__init__(f"rank {rank} {text}; its output says why")
 
 
 class TrainingError(UserError):

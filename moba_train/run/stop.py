@@ -80,7 +80,7 @@ class StopRequest:
     def __init__(self, stopped_code: int = 0) -> None:
         """`stopped_code`: exit code of a process that is alone and asked to stop before it trains."""
         self.training = False
-        """True once steps are made: an end of the process is then no longer one of the set-up."""
+        """True once nothing but steps is left: an end of the process is then no longer one of the set-up."""
         self.takes_s: int | None = None
         """Seconds that an orderly stop takes at most, once known."""
         self.saves = True

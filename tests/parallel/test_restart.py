@@ -11,7 +11,9 @@ from moba_train.parallel.world import attempt_store
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.2)
 
 
-def join(store: dist.Store, ranks: list[int], timeout: timedelta, size: int = 3) -> list[dist.Store | CommunicationError]:
+def join(
+    store: dist.Store, ranks: list[int], timeout: timedelta, size: int = 3
+) -> list[dist.Store | CommunicationError]:
     def one(rank: int) -> dist.Store | CommunicationError:
         try:
             return attempt_store(store, rank, size, timeout)

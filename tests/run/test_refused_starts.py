@@ -1,5 +1,8 @@
 """A run that is refused before it trains ends at the first start, on all nodes, however many restarts are allowed."""
 
+import shutil
+from collections.abc import Callable
+
 import pytest
 
 from tests.forked_program import ForkedProgram
@@ -10,17 +13,34 @@ OURS, PLAIN = "moba_train.tools.launch.torchrun", "torch.distributed.run"
 RESTARTS = ["--max-restarts", "3", "--monitor-interval", "0.05"]
 
 
-@pytest.mark.parametrize(("launcher", "code"), [(OURS, 2), (PLAIN, 1)])
-def test_lost_checkpoints_are_said_once(run: Run, launcher: str, code: int) -> None:
-    """Found once the ranks have joined. Plain torchrun's report ends with the message, as after the first start."""
-    assert run.train_here("--stop-at-step", "4") == 0
+def lose_checkpoints(run: Run) -> str:
     (run.run_dir / "checkpoints").rename(run.folder / "elsewhere")
+    return "--from-scratch"
+
+
+def change_corpus(run: Run) -> str:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{run.recipe['data']['train'][1]['path']}{suffix}", run.folder / f"own{suffix}")
+    return "has changed"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "launcher", "code"), [(lose_checkpoints, OURS, 2), (lose_checkpoints, PLAIN, 1), (change_corpus, OURS, 2)]
+)
+def test_what_ranks_find_together_is_said_once(run: Run, spoil: Callable[[Run], str], launcher: str, code: int) -> None:
+    """Plain torchrun's report ends with the message, as after the first start."""
+    own = run.folder / "own"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{run.recipe['data']['train'][0]['path']}{suffix}", f"{own}{suffix}")
+    run.recipe["data"]["train"][0]["path"] = str(own)
+    assert run.train_here("--stop-at-step", "4") == 0
+    named = spoil(run)
     ranks = ["--standalone", "--nproc-per-node", "2", *RESTARTS]
     command = ["-m", launcher, *ranks, "-m", "moba_train.train", str(run.write_recipe())]
     process = ForkedProgram(command, run.folder / "output")
     output, _ = process.communicate(timeout=90)
     assert process.returncode == code, output
-    said, *in_report = [line.strip() for line in output.splitlines() if "--from-scratch" in line]
+    said, *in_report = [line.strip() for line in output.splitlines() if named in line]
     assert said.startswith("error: ")
     assert in_report == ([] if launcher == OURS else 2 * [f"traceback : {said}"])
 
