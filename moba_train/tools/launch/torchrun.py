@@ -199,7 +199,7 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
     behind; that keeps its 30 s, because they wait for the failed one and save nothing.
 
     An agent whose ranks have ended waits 300 s for those of the other nodes, in a barrier that one with a signal does
-    not enter. Here it does, so that nobody waits for a node that was stopped alone.
+    not enter. Here it does, so that no launcher waits for a node that was stopped alone.
     """
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
