@@ -109,7 +109,7 @@ class EndedElsewhereError(UserError):
             super().__init__(f"another rank {text}")
         else:
             self.said_elsewhere = None
-            super().__init__(f"rank {rank} {text}; its output says why")
+            super().__init__(f"rank {rank} {text}; the output of its node says why")
 
 
 class TrainingError(UserError):

@@ -66,7 +66,7 @@ def test_a_node_without_the_corpus_ends_the_others_that_wait_for_it(run: Run) ->
     """Not after `parallel.timeout`, ten minutes."""
     (code, output), (other_code, other_output) = on_two_nodes(run, "data.train.0.path=nowhere")
     assert (code, other_code) == (2, 2)
-    assert output == "error: rank 1 has ended the run with exit code 2; its output says why\n"
+    assert output == "error: rank 1 has ended the run with exit code 2; the output of its node says why\n"
     assert other_output.startswith("error: 1 problem in the configuration:\n")
     assert other_output.count("given 'nowhere'") == 1, other_output
 
