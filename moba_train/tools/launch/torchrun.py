@@ -64,8 +64,8 @@ LONGEST_STOP_S = 604_800
 TOGETHER_S = 30.0
 """Seconds that the launcher of a node that is stopped alone waits for the others', whose ranks end by the same step."""
 
-CPU_RANK_BYTES = 0.2 * 2**30
-"""Memory that a rank has for itself when it has imported what it needs (0.21 GiB with torch 2.13, before any model)."""
+CPU_RANKS = 8
+"""Ranks that may share a CPU of fewer cores: those of a node, for a rehearsal. Each takes seconds of a core to start."""
 
 _KILLED = (
     "was killed by SIGKILL, as Linux and schedulers do when host memory has run out (dmesg or the job's log say so); "
@@ -140,16 +140,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_ranks(ranks: int, option: str = "--gpus (--nproc-per-node, GPUS)") -> None:
-    """Raises LaunchError if this machine has fewer GPUs, or without any, memory for fewer ranks to start."""
+    """Raises LaunchError for more ranks than this machine has GPUs or, without any, than cores and than `CPU_RANKS`."""
     import torch
 
-    from moba_train.memory.devices import local_host_memory
-
     gpus = torch.cuda.device_count()
-    most = gpus or max(1, int(local_host_memory(1) / CPU_RANK_BYTES))
+    most = gpus or max(os.cpu_count() or 1, CPU_RANKS)
     if ranks > most:
-        here = "the GPUs of this machine" if gpus else "as this machine has no GPU and no memory to start more"
-        raise LaunchError(f"{option}: given {ranks}; allowed: at most {most}, {here}")
+        why = "the GPUs of this machine" if gpus else f"{CPU_RANKS} or one for each core, as this machine has no GPU"
+        raise LaunchError(f"{option}: given {ranks}; allowed: at most {most}, {why}")
 
 
 def _check(arguments: Sequence[str]) -> None:

@@ -192,7 +192,8 @@ def test_moba_train_goes_through_the_launcher(run: Run, monkeypatch: pytest.Monk
     ("gpus", "ranks", "error"),
     [
         (2, 99, "error: --gpus (--nproc-per-node, GPUS): given 99; allowed: at most 2, the GPUs of this machine\n"),
-        (0, 10**6, "as this machine has no GPU and no memory to start more\n"),
+        (0, 99, "given 99; allowed: at most 8, 8 or one for each core, as this machine has no GPU\n"),
+        (0, 8, ""),
         (2, 2, ""),
     ],
 )
@@ -201,6 +202,7 @@ def test_more_ranks_than_the_machine_takes_are_refused_before_any_starts(
 ) -> None:
     started: list[str] = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("torch.distributed.run.main", started.extend)
     done = CliRunner().invoke(app, ["train", "recipe.yaml", "--gpus", str(ranks)])
     assert done.exit_code == (2 if error else 0)
