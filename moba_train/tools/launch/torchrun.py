@@ -65,7 +65,7 @@ TOGETHER_S = 30.0
 """Seconds that the launcher of a node that is stopped alone waits for the others', whose ranks end by the same step."""
 
 CPU_RANKS = 8
-"""Ranks that may share a CPU of fewer cores: those of a node, for a rehearsal. Each takes seconds of a core to start."""
+"""Ranks that may share a CPU of fewer cores, to rehearse a node; each takes seconds of a core to start."""
 
 _KILLED = (
     "was killed by SIGKILL, as Linux and schedulers do when host memory has run out (dmesg or the job's log say so); "
@@ -146,7 +146,7 @@ def check_ranks(ranks: int, option: str = "--gpus (--nproc-per-node, GPUS)") -> 
     gpus = torch.cuda.device_count()
     most = gpus or max(os.cpu_count() or 1, CPU_RANKS)
     if ranks > most:
-        why = "the GPUs of this machine" if gpus else f"{CPU_RANKS} or one for each core, as this machine has no GPU"
+        why = "the GPUs of this machine" if gpus else f"as this machine has no GPU: {CPU_RANKS}, or one for each core"
         raise LaunchError(f"{option}: given {ranks}; allowed: at most {most}, {why}")
 
 

@@ -192,7 +192,7 @@ def test_moba_train_goes_through_the_launcher(run: Run, monkeypatch: pytest.Monk
     ("gpus", "ranks", "error"),
     [
         (2, 99, "error: --gpus (--nproc-per-node, GPUS): given 99; allowed: at most 2, the GPUs of this machine\n"),
-        (0, 99, "given 99; allowed: at most 8, 8 or one for each core, as this machine has no GPU\n"),
+        (0, 99, "given 99; allowed: at most 8, as this machine has no GPU: 8, or one for each core\n"),
         (0, 8, ""),
         (2, 2, ""),
     ],
