@@ -33,7 +33,7 @@ class CappedKind(WindowKind):
 
     @classmethod
     def full_attention(cls, options: Options, keep_windows: bool = False) -> LayerAttention:
-        """The same cap without a window, or itself."""
+        """Capped scores of every earlier key, or itself."""
         return LayerAttention(cls.name, options if keep_windows else options.model_copy(update={"window": None}))
 
     def __init__(self, options: Options, head_dim: int) -> None:
