@@ -52,8 +52,7 @@ class DistillOptions(Section):
     teacher: Literal["full", "full_and_windows", "base"] = Field(
         "full",
         description="the same step's weights, with full attention in all layers that have a softmax; full_and_windows: "
-        "layers of kind window keep theirs, as in models that have both; base: full attention on the weights without "
-        "adapters",
+        "windows stay, as in models that have both; base: full attention on the weights without adapters",
     )
     on: Literal["logits", "attention"] = Field(
         "logits",
