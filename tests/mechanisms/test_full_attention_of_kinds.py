@@ -14,9 +14,10 @@ from moba_train.evals.evaluation import full_attention, variants, with_full
 from moba_train.mechanisms.distillation import DistillOptions
 from moba_train.model.build import attention_of_new_tokens, build_attention
 from moba_train.model.transformer import Transformer
+from moba_train.tools.inference.cache import CachedAttention, CachePlan
 from moba_train.tools.inference.generate import generate
-from moba_train.tools.needle.full_answers import full_from
-from tests.attention.kind_checks import make_layer, run_layer, small_model
+from moba_train.tools.needle.full_answers import FullForSome, full_from
+from tests.attention.kind_checks import Layer, make_layer, run_layer, small_model
 from tests.mechanisms import test_infllm_v2
 
 LENGTHS = [12, 0, 1, 53]
@@ -43,8 +44,8 @@ SOFTMAX: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "by_group": ("by_group", groups(BLOCKS | {"key_conv": 3}, 5), groups(BLOCKS | EVERY | {"key_conv": 3}, 53)),
 }
 """Kind, options, and what to change in these so that no key is left out."""
-WITHOUT_SOFTMAX = {"lightning": {}, "kda": {}, "gdn": {}}
-WITHOUT_FULL = {"nsa": {}, "moba_v05": {}, "moba_v1": {"merge": "gate"}}
+WITHOUT_SOFTMAX: dict[str, dict[str, Any]] = {"lightning": {}, "kda": {}, "gdn": {}}
+WITHOUT_FULL: dict[str, dict[str, Any]] = {"nsa": {}, "moba_v05": {}, "moba_v1": {"merge": "gate"}}
 
 
 def layer_of(kind: str, options: dict[str, Any]) -> LayerAttention:
@@ -78,6 +79,37 @@ def test_it_is_the_kind_that_leaves_no_key_out(case: str) -> None:
 def made_kind(layer: LayerAttention) -> Any:
     (kind,) = build_attention([layer], 8)
     return kind
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", SOFTMAX)
+def test_new_tokens_and_answers_attend_to_all_keys_but_in_windows(case: str) -> None:
+    """`decode: full` and `answer: full`; the prompt and the text are read by the kind itself."""
+    kind, options, _ = SOFTMAX[case]
+    layer = make_layer(kind, options, [30])
+    full = layer_of(kind, options).full(keep_windows=True)
+    assert full is not None
+    (own,) = run_layer(layer)[:1]
+    (want,) = run_layer(layer.with_inputs(layer.inputs(), kind=made_kind(full)))[:1]
+
+    answers = FullForSome(layer.kind, made_kind(full), lambda tokens_n: tokens_n >= 24)
+    (got,) = run_layer(layer.with_inputs(layer.inputs(), kind=answers))[:1]
+    torch.testing.assert_close(got, torch.cat([own[:24], want[24:]]), rtol=0, atol=1e-12)
+
+    for decoded in (layer.kind, answers):
+        plan = CachePlan([30], torch.device("cpu"))
+        engine = CachedAttention(plan, "full", decoded)
+        plan.read(0, 24)
+        parts = [run_layer(part_of(layer, 0, 24, plan, decoded), engine)[0]]
+        for token in range(24, 30):
+            plan.decode([0])
+            parts.append(run_layer(part_of(layer, token, token + 1, plan, decoded), engine)[0])
+        torch.testing.assert_close(torch.cat(parts), torch.cat([own[:24], want[24:]]), rtol=0, atol=1e-11)
+
+
+def part_of(layer: Layer, start: int, stop: int, plan: CachePlan, kind: Any) -> Layer:
+    """The layer of these tokens."""
+    return layer.with_inputs((x[start:stop] for x in layer.inputs()), layout=plan.layout, kind=kind)
 
 
 @pytest.mark.parametrize("windows", [False, True])
