@@ -32,7 +32,7 @@ from moba_train.config.evaluation import ATTENTION, EVERY
 from moba_train.data.batch import collate
 from moba_train.data.long_documents import count_samples
 from moba_train.data.samples import Sample
-from moba_train.errors import DataError, ForeignFileError, UserError
+from moba_train.errors import DataError, ForeignFileError
 from moba_train.evals.evaluation import (
     EvaluationContext,
     EvaluationResult,
@@ -200,10 +200,8 @@ class LongPPL(LongDocumentEvaluation[LongPPLConfig]):
 
     def _choose(self, context: EvaluationContext, long: Losses | None) -> Keys:
         """The key tokens by full attention, whose losses with the long context are `long`; None: not yet computed."""
-        own = context.attentions[context.own]
-        full = full_attention(own)
-        if full is None:
-            raise UserError(f"{self.key}.keys: given none, but {without_full(own)}, which chooses key tokens; set keys")
+        # Where the recipe's attention has none, and this is tried, all layers of the stage have full attention.
+        full = full_attention(context.attentions[context.own]) or context.stage.attention
         for name in replace(context, attentions={"full": full}).each_attention():
             found = self._long(context, f"{name}, to choose") if long is None else long
             short = self._losses(context, [*self._windows(context)], "longppl, short contexts")

@@ -22,9 +22,6 @@ from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
 
-_EVERY_BLOCK = 2**31
-"""topk with which no document leaves a block out."""
-
 
 class MobaKind(AttentionKind):
     """Each query and head attends to its own block and to its top-k blocks of history."""
@@ -69,8 +66,8 @@ class MobaKind(AttentionKind):
 
     @classmethod
     def full_attention(cls, options: MobaAttention.Options, keep_windows: bool = False) -> LayerAttention | None:
-        """Kind `full`; with a convolution over keys this kind with a topk that holds every document."""
-        every = options.model_copy(update={"topk": _EVERY_BLOCK, "backend": "auto"})
+        """Kind `full`; with a convolution over keys this kind, whose topk then holds every document."""
+        every = options.model_copy(update={"topk": 2**31, "backend": "auto"})
         return LayerAttention(cls.name, every) if options.key_conv else super().full_attention(options)
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, None]:
