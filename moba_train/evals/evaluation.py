@@ -71,9 +71,11 @@ def variants(stage: Layers, recipe: Layers, wanted: Literal["full", "own", "both
     for `full` of kinds that have none.
     """
     own = recipe if name_of(stage) == "full" else stage
-    if wanted == "full" and (lacking := without_full(own)):
-        raise UserError(f"--attention: given full, but {lacking}; allowed: own")
     found = with_full(own)
+    if own is not stage:
+        found.setdefault("full", stage)
+    if wanted == "full" and "full" not in found and (lacking := without_full(own)):
+        raise UserError(f"--attention: given full, but {lacking}; allowed: own")
     if wanted == "both":
         return found
     name = "full" if wanted == "full" and "full" in found else name_of(own)

@@ -76,7 +76,7 @@ class Part(Section):
 
 
 class _NamedStates(States):
-    """A part's states while tokens are generated: those of the layer whose names begin with the part's."""
+    """States while tokens are generated: those of the layer whose names begin with this one."""
 
     def __init__(self, states: States, name: str) -> None:
         self._states = states
@@ -90,7 +90,7 @@ class _NamedStates(States):
 
 
 class NamedShard(Shard):
-    """A part's shard: what it gathers and its states have names of their own."""
+    """A shard for a part of a layer: what it gathers and its states have names of their own."""
 
     def __init__(self, shard: Shard, name: str) -> None:
         self._shard = shard

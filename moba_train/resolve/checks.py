@@ -62,7 +62,7 @@ def part_problems(
     problems = [
         *_model_problems(model, allow_idle),
         *_rope_problems(model.rope, model, "model.rope", allow_idle),
-        *_stage_problems(config.stages),
+        *_stage_section_problems(config.stages),
         *_schedule_problems(config),
         *_precision_problems(config, here, device),
         *_optimizer_problems(config.optim, here if training else None),
@@ -372,7 +372,7 @@ def _layer_rope_problems(rope: LayerRope, width: int, allow_idle: bool) -> Itera
         yield f"beta_fast: given {rope.fast_turns:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
 
 
-def _stage_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
+def _stage_section_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             where = " and ".join(f"stages[{index}].name" for index, stage in enumerate(stages) if stage.name == name)

@@ -145,6 +145,10 @@ def test_kinds_that_have_none_are_refused_and_left_alone_by_both(kind: str) -> N
     with pytest.raises(UserError, match=f"--attention: given full, but layers of {kind} have no full attention on the"):
         variants(layers, layers, "full")
     assert attention_of_new_tokens(made_kind(layers[0])) is None
+    # A checkpoint of a stage with full attention, before one with the kind.
+    stage = (layer_of("full", {}),) * 2
+    assert variants(stage, layers, "full") == {"full": stage}
+    assert variants(stage, layers, "both") == {kind: layers, "full": stage}
 
 
 def gemma() -> tuple[Transformer, tuple[LayerAttention, LayerAttention]]:
