@@ -75,7 +75,7 @@ def variants(stage: Layers, recipe: Layers, wanted: Literal["full", "own", "both
     if own is not stage:
         found.setdefault("full", stage)
     if wanted == "full" and "full" not in found and (lacking := without_full(own)):
-        raise UserError(f"--attention: given full, but {lacking}; allowed: own")
+        raise UserError(f"--attention: given full, but {lacking}; allowed: own, or kind full by attention.default=full")
     if wanted == "both":
         return found
     name = "full" if wanted == "full" and "full" in found else name_of(own)
