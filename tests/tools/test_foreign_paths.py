@@ -11,7 +11,7 @@ from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import ROOTS, working_roots
-from moba_train.tools.saved_recipe import check_named_files, check_paths, open_checkpoint
+from moba_train.tools.saved_recipe import check_paths, corpora_and_tokenizer, named_files, open_checkpoint
 
 
 def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:
@@ -24,7 +24,7 @@ def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:
 
 
 def check_recipe(config: RunConfig) -> None:
-    check_paths(config.data, config.evaluation, Path("c"))
+    check_paths(config, corpora_and_tokenizer(config), Path("c"), working_roots())
 
 
 @pytest.fixture(autouse=True)
@@ -69,11 +69,11 @@ def test_corpora_of_evaluations_are_checked_too(section: str) -> None:
 def test_files_of_evaluations_are_checked_unless_the_user_names_others(section: str, options: dict[str, Any]) -> None:
     config = recipe("valid")
     own = RunConfig.model_validate(config.model_dump(exclude_unset=True) | {"evaluation": {section: options}})
-    roots = working_roots()
-    with pytest.raises(CheckpointError, match=rf"its recipe's evaluation reads '\.\./secret.*{ROOTS}="):
-        check_named_files(own.evaluation, own.evaluation, Path("c"), roots)
-    check_named_files(own.evaluation, config.evaluation, Path("c"), roots)
-    check_named_files(config.evaluation, own.evaluation, Path("c"), roots)
+    secret = next(path for path in named_files(own.evaluation)[f"evaluation.{section}"] if "secret" in path)
+    with pytest.raises(CheckpointError, match=rf"its recipe reads evaluation\.{section} '\.\./secret.*{ROOTS}="):
+        check_paths(own, {secret}, Path("c"), working_roots())
+    check_paths(config, {secret}, Path("c"), working_roots())
+    check_paths(own, (), Path("c"), working_roots())
 
 
 def test_the_user_may_allow_more_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
