@@ -1,11 +1,14 @@
 """Tasks of the package lm-eval by name, with errors that name the task, and without downloads that it does not need."""
 
 import contextlib
+import importlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
@@ -47,14 +50,13 @@ def load_tasks(names: Sequence[str], include: Path | None, tokenizer: Any, lengt
     metadata = {"tokenizer": str(tokenizer.name_or_path), "max_seq_lengths": list(lengths)}
     manager = TaskManager(include_path=include, metadata=metadata)
     loaded: Loaded = {"tasks": {}, "groups": {}, "group_map": {}}
-    downloads = _PostponedDownloads()
     matching = _matching(manager, names)
     try:
         check_sample_lengths(matching, tokenizer, lengths)
     except ImportError as error:
         raise UserError(f"--tasks: RULER {_reason(error)}") from error
     for name in matching:
-        for part, entries in _load(manager, name, downloads).items():
+        for part, entries in _load(manager, name).items():
             loaded[part].update(entries)
     for name, task in loaded["tasks"].items():
         _check(name, task)
@@ -75,17 +77,18 @@ def _matching(manager: TaskManager, names: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _load(manager: TaskManager, name: str, downloads: "_PostponedDownloads") -> Loaded:
+def _load(manager: TaskManager, name: str) -> Loaded:
     """One task, group or tag. Raises UserError when it cannot be loaded."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # some tasks print how they make their samples
             try:
-                with downloads.postponed():
+                # RULER's tasks ask for data when they are imported, which only some of them need.
+                with patch("nltk.download") if find_spec("nltk") else contextlib.nullcontext():
                     return dict(manager.load([name]))
-            except LookupError:
-                if not downloads.wanted:
+            except LookupError as error:
+                if type(error) is not LookupError:  # not nltk's
                     raise
-                downloads.catch_up()
+                importlib.import_module("nltk").download("punkt_tab", quiet=True)
                 return dict(manager.load([name]))
     except Exception as error:  # a task is a program: it can fail in any way
         logger.debug("task %s", name, exc_info=True)
@@ -122,33 +125,3 @@ def _check(name: str, task: Task) -> None:
         )
     if getattr(task, "MULTIMODAL", False):
         raise UserError(f"task {name} has images or sound; our models read text only")
-
-
-class _PostponedDownloads:
-    """Downloads of the package nltk, which RULER's tasks start when they are imported, until a task needs them."""
-
-    def __init__(self) -> None:
-        self.wanted: list[tuple[Any, ...]] = []
-
-    @contextlib.contextmanager
-    def postponed(self) -> Iterator[None]:
-        """Note the downloads that are wanted instead of making them, inside the block."""
-        try:
-            import nltk
-        except ImportError:
-            yield
-            return
-        download = nltk.download
-        nltk.download = lambda *wanted, **_options: self.wanted.append(wanted)
-        try:
-            yield
-        finally:
-            nltk.download = download
-
-    def catch_up(self) -> None:
-        """Make the downloads that were wanted."""
-        import nltk
-
-        for wanted in self.wanted:
-            nltk.download(*wanted, quiet=True)
-        self.wanted.clear()
