@@ -1,7 +1,7 @@
 """Families of published models: what the config.json of each says, as our `model` section, and names of its tensors.
 
 A family is one class and one entry point of the group `moba_train.model_families`, whose name is its `model_type`.
-Llama (also SmolLM2), Qwen2 and Qwen3 are here.
+Llama (also SmolLM2), Qwen2, Qwen3 and Granite are here.
 """
 
 import re
@@ -263,6 +263,28 @@ class Qwen3(Qwen2):
     architecture = "Qwen3ForCausalLM"
     defaults = Qwen2.defaults | {"head_dim": 128}
     model = {"qk_norm": True}
+
+
+_GRANITE = {
+    "embedding_scale": "embedding_multiplier",
+    "attention_scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logits_divisor": "logits_scaling",
+}
+
+
+class Granite(Family):
+    """Dense Granite models."""
+
+    architecture = "GraniteForCausalLM"
+    same = Family.same | _GRANITE
+    defaults = Family.defaults | dict.fromkeys(_GRANITE.values(), 1.0)
+    heads_divide_width = False
+
+    def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The factor on scores also where it is the usual one, which is not transformers' default."""
+        scale = model.attention_scale or model.head_width**-0.5
+        return super().written(model, attention) | {"attention_multiplier": scale}
 
 
 def family_of(model_type: object) -> Family:

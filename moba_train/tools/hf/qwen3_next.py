@@ -10,9 +10,8 @@ from typing import Any
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.tools.hf.experts import experts_of
+from moba_train.tools.hf.experts import Qwen3Moe, experts_of
 from moba_train.tools.hf.family import Fused
-from moba_train.tools.hf.qwen3_moe import Qwen3Moe
 from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
 
 _GDN = "attention.gdn."

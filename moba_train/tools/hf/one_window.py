@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 of Microsoft: Llama with the matrices of q, k and v in one, those of gate and up in another."""
+"""Families with one window, in all layers or in those that `layer_types` names: Mistral, Ministral, Phi."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,8 +6,44 @@ from typing import Any
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.tools.hf.family import Family
-from moba_train.tools.hf.mistral import OneWindow
 from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
+
+
+class Ministral(Family):
+    """Ministral 8B: windows layer by layer."""
+
+    architecture = "MinistralForCausalLM"
+    defaults = Family.defaults | {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    }
+    windows = True
+    heads_divide_width = False
+
+    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Windows in all layers, if there is a `sliding_window`, unless the config says which."""
+        kind = "full_attention" if config.get("sliding_window") is None else "sliding_attention"
+        found = config.get("layer_types") or [kind] * config["num_hidden_layers"]
+        return super().layer_types(dict(config) | {"layer_types": found})
+
+
+class Mistral(Ministral):
+    """Mistral 7B, Nemo, Small; with `layer_types` it is a Ministral."""
+
+    architecture = "MistralForCausalLM"
+
+    def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """A window in all layers, or in none."""
+        found = super().written(model, attention) | {"sliding_window": attention[0].get("window")}
+        return {key: value for key, value in found.items() if key != "layer_types"}
+
+
+class OneWindow(Mistral):
+    """Families that go by `sliding_window` alone."""
+
+    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Windows in all layers, if there is a `sliding_window`."""
+        return super().layer_types(dict(config) | {"layer_types": None})
 
 
 class Phi3(OneWindow):
