@@ -41,6 +41,12 @@ def hf_rope(rope: LayerRope) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": rope_type} | scaling}
 
 
+def rope_section(rope: LayerRope) -> dict[str, Any]:
+    """`rope` as transformers 5 reads it in `rope_parameters`."""
+    found = hf_rope(rope)
+    return {"rope_type": "default", "rope_theta": found["rope_theta"], **(found["rope_scaling"] or {})}
+
+
 def hf_length(rope: RopeConfig, trained: int) -> int:
     """`max_position_embeddings` of a `config.json`, for a model whose last stage was `trained` tokens long.
 

@@ -14,7 +14,7 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.registry import MODEL_FAMILIES
-from moba_train.tools.hf.rope import ROPE_SECTIONS, TRAINED, read_rope, unused_keys
+from moba_train.tools.hf.rope import ROPE_SECTIONS, TRAINED, read_rope, turning_fraction, unused_keys
 
 T = TypeVar("T")
 
@@ -109,6 +109,8 @@ class Family:
     """Beginnings of the names of tensors that the model is one without."""
     windows: ClassVar[bool] = False
     """True if `layer_types` may name layers with a sliding window."""
+    turning: ClassVar[float | None] = None
+    """Part of each head that turns, where a config may say it and does not; None: all of it, always."""
     pattern: ClassVar[tuple[str, ...]] = ("full_attention",)
     """Types of the first layers, which repeat, where the config has no `layer_types`."""
     needs_code: ClassVar[bool] = False
@@ -166,13 +168,14 @@ class Family:
             if config.get(key, value) != value:
                 raise CheckpointError(f"{key} is {given(config[key])}, allowed: {value!r}")
         found = {ours: config[theirs] for ours, theirs in self.same.items()}
-        return found | {"head_dim": config.get("head_dim"), "rope": read_rope(config)} | self.model
+        rope = read_rope(config, 1.0 if self.turning is None else turning_fraction(config, self.turning))
+        return found | {"head_dim": config.get("head_dim"), "rope": rope} | self.model
 
     def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
         """`layer_types` of the config, or what transformers takes for them: here, those of `pattern`."""
-        found = config.get("layer_types") or [
-            self.pattern[layer % len(self.pattern)] for layer in range(config["num_hidden_layers"])
-        ]
+        found = config.get("layer_types")
+        if found is None:
+            found = [self.pattern[layer % len(self.pattern)] for layer in range(config["num_hidden_layers"])]
         return found if isinstance(found, list) else [found]
 
     def attention(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.tools.hf.family import Family
-from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
+from moba_train.tools.hf.rope import ROPE_SECTIONS
 
 
 class Ministral(Family):
@@ -59,15 +59,15 @@ class Phi3(OneWindow):
         **{f"attention.{part}_proj": "self_attn.qkv_proj" for part in "qkv"},
         **{f"feed_forward.{part}_proj": "mlp.gate_up_proj" for part in ("gate", "up")},
     }
+    turning = 1.0
     others = frozenset({"partial_rotary_factor"})
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """With the part of each head that turns."""
-        plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
-        rope = read_rope(_renamed(config), turning_fraction(config))
-        if rope.kind not in ("none", "longrope"):
-            raise CheckpointError(f"rope_type: given that of {rope.kind}, allowed in this family: default, longrope")
-        return super().values(plain) | {"rope": rope}
+        """Of rotary embeddings the ordinary one and longrope."""
+        found = super().values(_renamed(config))
+        if (kind := found["rope"].kind) not in ("none", "longrope"):
+            raise CheckpointError(f"rope_type: given that of {kind}, allowed in this family: default, longrope")
+        return found
 
     def unread(self, config: Mapping[str, Any]) -> list[str]:
         """With longrope by its name."""

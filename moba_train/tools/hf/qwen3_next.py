@@ -10,9 +10,9 @@ from typing import Any
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.tools.hf.experts import Qwen3Moe, experts_of
+from moba_train.tools.hf.experts import experts_of
 from moba_train.tools.hf.family import Fused
-from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
+from moba_train.tools.hf.qwen3_moe import Qwen3Moe
 
 _GDN = "attention.gdn."
 _SHARED = "shared_expert_intermediate_size"
@@ -41,6 +41,7 @@ class Qwen3Next(Qwen3Moe):
     model = {"qk_norm": True, "centered_norms": True, "gate_layers": "all", "output_gate": "channel"}
     fixed = Qwen3Moe.fixed | {"linear_conv_kernel_dim": 4}
     others = Qwen3Moe.others | {"partial_rotary_factor"}
+    turning = 0.25
     left_aside = ("mtp.",)
     names = Qwen3Moe.names | {
         "attention.output_gate": "self_attn.q_proj",
@@ -86,16 +87,14 @@ class Qwen3Next(Qwen3Moe):
         return [{"kind": "gdn", "heads": heads} if kind == _TYPES[0] else {} for kind in types]
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """With the shared expert, the part of heads that turns, and the linear layers."""
-        plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
-        found = super().values(plain)
+        """With the shared expert and the linear layers."""
+        found = super().values(config)
         width = config["moe_intermediate_size"]
         if type(shared := config[_SHARED]) is not int or shared < 1 or shared % width:
             raise CheckpointError(f"{_SHARED} is {given(shared)}, allowed: multiples of moe_intermediate_size, {width}")
         moe = found["moe"].model_copy(update={"shared": shared // width, "shared_gate": True})
         bare = [layer for layer, entry in enumerate(self.attention(config)) if entry]
-        rope = read_rope(config, turning_fraction(config, 0.25))
-        return found | {"moe": moe, "rope": rope, "bare_layers": bare or "none"}
+        return found | {"moe": moe, "bare_layers": bare or "none"}
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """With the heads of linear layers, `partial_rotary_factor` and the shared expert."""

@@ -22,7 +22,7 @@ from moba_train.tools.convert.hf import export_to_hf, imported_recipe
 from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem
 from moba_train.tools.hf.config import read_model_config
 from moba_train.tools.hf.files import INDEX
-from moba_train.tools.hf.windowed import Gemma3
+from moba_train.tools.hf.gemma import Gemma3
 from moba_train.tools.saved_recipe import open_checkpoint
 from tests.tools.convert.hf_models import VOCAB, make_hf_model, random_tokens, save_as_checkpoint
 
