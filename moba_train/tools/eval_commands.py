@@ -254,13 +254,12 @@ def generate(
         raise typer.BadParameter(f"--top-p: given {top_p:g}; allowed: above 0, at most 1")
     _on_ranks(gpus)
     from moba_train.parallel.world import broadcast, joined_world
-    from moba_train.tools.chat.control_tokens import ChatTokenizer
     from moba_train.tools.chat.load import has_chat_template
     from moba_train.tools.evaluate import load_on_this_machine, ranks_of_prompt, training_of
     from moba_train.tools.evaluated_recipe import open_to_generate
     from moba_train.tools.generate import chat_prompt, generate_text, read_prompt
     from moba_train.tools.inference.corpus_marks import corpus_marks, ends_of_text
-    from moba_train.tools.text_tokenizer import load_text_tokenizer
+    from moba_train.tools.text_tokenizer import ChatTokenizer, load_text_tokenizer
 
     with joined_world() if "RANK" in os.environ else nullcontext() as world:
         is_main = world is None or world.is_main

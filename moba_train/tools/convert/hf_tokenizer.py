@@ -21,8 +21,13 @@ from moba_train.output_files import new_file
 from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
 from moba_train.tools.inference.corpus_marks import CorpusMarks, token_ids
-from moba_train.tools.special_tokens import GENERATION_CONFIG, SPECIAL_TOKENS_MAP, token_texts
-from moba_train.tools.text_tokenizer import Tokenizer, load_tokenizer
+from moba_train.tools.text_tokenizer import (
+    GENERATION_CONFIG,
+    SPECIAL_TOKENS_MAP,
+    Tokenizer,
+    load_tokenizer,
+    token_texts,
+)
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"

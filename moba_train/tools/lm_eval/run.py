@@ -43,8 +43,7 @@ from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
 from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
 from moba_train.tools.needle.full_answers import modes_of
 from moba_train.tools.saved_recipe import SavedRun
-from moba_train.tools.special_tokens import GENERATION_CONFIG, SPECIAL_TOKENS_MAP
-from moba_train.tools.text_tokenizer import HuggingFaceTokenizer
+from moba_train.tools.text_tokenizer import GENERATION_CONFIG, SPECIAL_TOKENS_MAP, HuggingFaceTokenizer
 
 _CLASS = "PreTrainedTokenizerFast"
 _TRIAL = "A trial text: 0 a\n"
