@@ -36,7 +36,7 @@ from moba_train.mechanisms.oracle import IdealAttention
 from moba_train.tools.full_layers import format_difference
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.options import HiddenNeedles, NeedleConfig
-from moba_train.tools.ruler.ruler import Ruler, RulerConfig
+from moba_train.tools.tasks.ruler import Ruler, RulerConfig
 
 Budget = IdealAttention.Options
 

@@ -21,7 +21,7 @@ from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.chat.template import Conversation
 from moba_train.tools.needle.answers import Question
 from moba_train.tools.needle.haystack import NaturalText, QuestionTokenizer
-from moba_train.tools.ruler.ruler import Ruler
+from moba_train.tools.tasks.ruler import Ruler
 from moba_train.tools.text_tokenizer import ChatTokenizer, load_tokenizer
 from tests.evals.setting import stage_setting
 from tests.tools.questions import VOCAB, recipe, recipe_texts

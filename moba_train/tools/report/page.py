@@ -28,13 +28,13 @@ from moba_train.tools.report.evaluation_charts import (
     gate_charts,
     lm_eval_charts,
     needle_maps,
+    oracle_charts,
     position_chart,
     selected_blocks,
     task_charts,
 )
 from moba_train.tools.report.facts import environment, events, facts, settings
 from moba_train.tools.report.history import Axes, History, file_results, read_history
-from moba_train.tools.report.oracle_charts import oracle_charts
 from moba_train.tools.report.sink import INSTALL
 from moba_train.tools.report.training_charts import (
     data_mix_chart,
