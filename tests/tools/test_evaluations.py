@@ -207,7 +207,6 @@ def test_no_evaluation_sees_the_recipe() -> None:
     folders = [
         package / "evals",
         package / "mechanisms" / "probes",
-        package / "tools" / "ruler",
         package / "tools" / "tasks",
     ]
     files = [file for folder in folders for file in folder.glob("*.py")]
