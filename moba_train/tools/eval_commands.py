@@ -205,15 +205,7 @@ def profile_spans(
     from moba_train.tools.profile_spans import ProfileOptions
     from moba_train.tools.profile_spans import profile_spans as profile
 
-    options = ProfileOptions(
-        output,
-        _lengths(lengths),
-        budget,
-        samples,
-        block_size,
-        sink_tokens,
-        max_length,
-    )
+    options = ProfileOptions(output, _lengths(lengths), budget, samples, block_size, sink_tokens, max_length)
     saved = open_for_evaluation(checkpoint, EvaluationOptions(tasks=(), data=tuple(data or ())))
     profile(saved, options, typer.echo)
 
