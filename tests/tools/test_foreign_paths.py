@@ -1,17 +1,26 @@
-"""A checkpoint's recipe cannot make `eval` and `generate` read what lies outside the folders that were allowed."""
+"""The files of a checkpoint's recipe: where they are looked for, and that none may lie outside the allowed folders."""
 
 import os
+import pwd
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moba_train.checkpoint import manifest, publish
-from moba_train.config.load import dump_config
+from moba_train.config.load import dump_config, parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import ROOTS, working_roots
-from moba_train.tools.saved_recipe import check_paths, corpora_and_tokenizer, named_files, open_checkpoint
+from moba_train.tools.needle.options import asking
+from moba_train.tools.saved_recipe import (
+    SavedPaths,
+    _origin,
+    check_paths,
+    corpora_and_tokenizer,
+    named_files,
+    open_checkpoint,
+)
 
 
 def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:
@@ -114,3 +123,53 @@ def test_a_recipe_that_describes_more_than_the_checkpoint_holds_is_refused(tmp_p
     publish.publish(temporary, 1, {manifest.META: manifest.hash_file(temporary / manifest.META)})
     with pytest.raises(CheckpointError, match=r"recipe's model have 4,29\d,\d+,\d+ bytes, but its files"):
         open_checkpoint(tmp_path)
+
+
+def test_the_folder_of_a_run_is_found_for_a_user_whom_the_system_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under another number, without HOME."""
+
+    def unknown(number: int) -> pwd.struct_passwd:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME")
+    assert _origin(Path("/data/project/runs/one"), "runs/one") == Path("/data/project")
+
+
+def test_the_folder_that_holds_the_users_home_is_never_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/user")
+    assert _origin(Path("/home/runs/one"), "runs/one") is None
+    assert _origin(Path("/home/user/project/runs/one"), "runs/one") == Path("/home/user/project")
+
+
+def test_corpora_of_evaluations_are_found_where_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of data.validation."""
+    project = tmp_path / "project"
+    checkpoints = project / "runs" / "one" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    temporary = publish.make_temporary_folder(checkpoints, 1)
+    manifest.write_json(temporary / manifest.META, {})
+    publish.publish(temporary, 1, {manifest.META: manifest.hash_file(temporary / manifest.META)})
+    (project / "texts.idx").touch()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = parse_config(
+        """
+        name: one
+        run_dir: runs/one
+        model: {vocab_size: 64, hidden_size: 32, intermediate_size: 48, layers: 1, heads: 2, kv_heads: 1}
+        data: {train: [{path: corpus}]}
+        batch_tokens: 64
+        stages: [{name: only, seq_len: 64, tokens: 64}]
+        evaluation: {needle: {corpus: texts}, needle_signal: {corpus: gone}, ruler: {}}
+        """,
+        "test",
+    )
+    found = asking(SavedPaths(config, checkpoints / publish.step_name(1)).located().evaluation)
+    assert {name: section.corpus for name, section in found.items()} == {
+        "needle": str(project / "texts"),
+        "needle_signal": "gone",
+        "ruler": None,
+    }
