@@ -140,10 +140,10 @@ def lm_eval(
 
     Results go to RUN/evaluations/."""
     from moba_train.tools.evaluated_recipe import open_to_generate
-    from moba_train.tools.lm_eval.options import LmEvalOptions, check_installed
+    from moba_train.tools.lm_eval import check_installed
 
     check_installed()
-    from moba_train.tools.lm_eval.run import evaluate_with_lm_eval
+    from moba_train.tools.lm_eval.run import LmEvalOptions, evaluate_with_lm_eval
 
     check_output_folder(output)
     if limit is not None and limit <= 0:

@@ -74,13 +74,17 @@ class Training(NamedTuple):
 def saved_training(checkpoint: Path) -> Training:
     """Training that the weights of `checkpoint` have been through, by its recipe and progress. Raises CheckpointError
     as `saved_stage`."""
-    run = resolve_unchecked(saved_recipe(checkpoint))
-    meta = read_meta(checkpoint)
-    index = saved_stage(checkpoint, run.stages).index
-    exited = meta["progress"].get("exited_steps")
-    stages = run.after_exit(exited if isinstance(exited, dict) else {}).stages[: index + 1]
-    step = saved_step(meta) or 0
+    stages = trained_stages(checkpoint)
+    step = saved_step(read_meta(checkpoint)) or 0
     return Training(step, stages[-1].tokens_after(step) if step else None, max(stage.seq_len for stage in stages))
+
+
+def trained_stages(checkpoint: Path) -> Sequence[Stage]:
+    """The stages up to that of `checkpoint`, as long as those were that have ended."""
+    run = resolve_unchecked(saved_recipe(checkpoint))
+    exited = read_meta(checkpoint)["progress"].get("exited_steps")
+    ended = run.after_exit(exited if isinstance(exited, dict) else {})
+    return ended.stages[: saved_stage(checkpoint, run.stages).index + 1]
 
 
 def overridden_kinds(saved: SavedRun) -> list[str]:

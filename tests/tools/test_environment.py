@@ -12,8 +12,8 @@ from rich.console import Console
 
 from moba_train.attention.kernels import table
 from moba_train.attention.kernels.table import Machine
+from moba_train.tools import lm_eval
 from moba_train.tools.environment import BEST_PAIR, OPTIONAL_PACKAGES, print_kernels
-from moba_train.tools.lm_eval import options as lm_eval
 from moba_train.tools.report import sink as report
 
 ROOT = Path(__file__).parents[2]

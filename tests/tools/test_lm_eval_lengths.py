@@ -20,7 +20,7 @@ pytest.importorskip("lm_eval")
     ],
 )
 def test_ruler_generators_that_would_never_end_are_refused(names: list[str], length: int, problem: str | None) -> None:
-    from moba_train.tools.lm_eval.options import check_sample_lengths
+    from moba_train.tools.lm_eval.tasks import check_sample_lengths
 
     def letters(text: str, **_options: Any) -> Any:
         """A tokenizer of letters."""

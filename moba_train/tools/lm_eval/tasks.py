@@ -1,4 +1,8 @@
-"""Tasks of the package lm-eval by name, with errors that name the task, and without downloads that it does not need."""
+"""Tasks of the package lm-eval by name, with errors that name the task, and without downloads that it does not need.
+
+Some of lm-eval's generators of RULER's samples never end, not even at Ctrl-C, if their smallest sample is longer than
+the length asked for. So that is checked first.
+"""
 
 import contextlib
 import importlib
@@ -15,7 +19,7 @@ from lm_eval.tasks import TaskManager
 
 from moba_train.config.explain import did_you_mean
 from moba_train.errors import UserError
-from moba_train.tools.lm_eval.options import INSTALL, check_sample_lengths
+from moba_train.tools.lm_eval import INSTALL
 
 logger = logging.getLogger(__name__)
 
@@ -125,3 +129,52 @@ def _check(name: str, task: Task) -> None:
         )
     if getattr(task, "MULTIMODAL", False):
         raise UserError(f"task {name} has images or sound; our models read text only")
+
+
+SHORTEST = 1024
+"""Shortest samples of RULER's tasks, in tokens."""
+_VT_EXAMPLE = 500
+"""Largest number of tokens of the solved example before a variable-tracking task."""
+_SPARE = 1.1
+"""Factor for the length of samples, because those of equally many words differ by a few percent."""
+_GROUPS = ("ruler", "longcxt")
+"""Groups and tags that contain the tasks."""
+
+
+def check_sample_lengths(names: Sequence[str], tokenizer: Any, lengths: Sequence[int]) -> None:
+    """Raise UserError when a task among `names` cannot make samples of one of these `lengths`."""
+    checks = {"ruler_vt": _variable_tracking, "ruler_cwe": _common_words}
+    for task, needed in checks.items():
+        if task not in names and not any(group in names for group in _GROUPS):
+            continue
+        for length in lengths:
+            for what, tokens, room in needed(tokenizer, length):
+                if tokens > room:
+                    raise UserError(
+                        f"task {task}: {what} has {tokens} tokens with this tokenizer, and {room} are possible in "
+                        f"samples of {length}; give other --lengths, or leave the task out"
+                    )
+
+
+def _variable_tracking(tokenizer: Any, length: int) -> Iterator[tuple[str, int, int]]:
+    """Yield name, tokens and largest possible number of tokens of the smallest solved example, and of the smallest
+    sample with it."""
+    from lm_eval.tasks.ruler.vt_utils import generate_input_output
+
+    example = _tokens(tokenizer, generate_input_output(5, 1, 4, is_icl=True)[0]) + 30
+    yield "its solved example", example, _VT_EXAMPLE
+    tokens = example + _tokens(tokenizer, generate_input_output(10, 1, 4)[0]) + 30
+    yield "its smallest sample", tokens, length
+
+
+def _common_words(tokenizer: Any, length: int) -> Iterator[tuple[str, int, int]]:
+    """Yield name, tokens and largest possible number of tokens of the smallest sample with its solved example."""
+    from lm_eval.tasks.ruler.cwe_utils import generate_input_output
+
+    example, text, answers = generate_input_output(10, length)
+    tokens = _tokens(tokenizer, " ".join([example, text, *answers])) + 120
+    yield "its smallest sample", tokens, length
+
+
+def _tokens(tokenizer: Any, text: str) -> int:
+    return int(_SPARE * len(tokenizer(text, verbose=False).input_ids))
