@@ -33,7 +33,7 @@ class TaskScores(QuestionsByLength[AnyTasks]):
         self._trained_length = setting.trained_length
         self._texts = self.texts(options, setting)
         self.choose_lengths(
-            setting, lambda length: all(self._texts.fits(task, length) for task in self._tasks), self._check
+            setting, lambda length: all(self._texts.excess(task, length) <= 0 for task in self._tasks), self._check
         )
 
     def _check(self, length: int) -> None:
