@@ -74,7 +74,7 @@ _CAP = "attn_logit_softcapping"
 
 
 class Gemma2(Gemma):
-    """Gemma 2 2B, 9B and 27B: windows in every other layer, capped scores and logits."""
+    """Gemma 2 2B, 9B and 27B."""
 
     architecture = "Gemma2ForCausalLM"
     same = Family.same | {"logits_cap": "final_logit_softcapping"}

@@ -63,7 +63,7 @@ class Phi3(OneWindow):
     others = frozenset({"partial_rotary_factor"})
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Of rotary embeddings the ordinary one and longrope."""
+        """Refuses rotary embeddings other than the ordinary one and longrope."""
         found = super().values(_renamed(config))
         if (kind := found["rope"].kind) not in ("none", "longrope"):
             raise CheckpointError(f"rope_type: given that of {kind}, allowed in this family: default, longrope")

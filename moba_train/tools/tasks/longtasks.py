@@ -83,7 +83,7 @@ class LongTaskTexts(SizedTexts):
         self._files = {path: read_tasks(path, f"{key}.tasks", options.samples) for path in options.named_files()}
 
     def excess(self, task: str, length: int) -> int:
-        """Of a file, that of its longest sample with a single token of its context."""
+        """Tokens of a file's longest sample, with a single token of its context, beyond `length`."""
         if task not in self._files:
             return super().excess(task, length)
         return max(self._made_of(line, "")[1] for line in self._files[task]) + 1 - length
