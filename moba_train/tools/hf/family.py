@@ -172,11 +172,14 @@ class Family:
         return found | {"head_dim": config.get("head_dim"), "rope": rope} | self.model
 
     def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """`layer_types` of the config, or what transformers takes for them: here, those of `pattern`."""
-        found = config.get("layer_types")
-        if found is None:
-            found = [self.pattern[layer % len(self.pattern)] for layer in range(config["num_hidden_layers"])]
+        """`layer_types` of the config, or what transformers takes for them."""
+        given_types = config.get("layer_types")
+        found = self.usual_types(config) if given_types is None else given_types
         return found if isinstance(found, list) else [found]
+
+    def usual_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Types of the layers of a config without `layer_types`: here, those of `pattern`."""
+        return [self.pattern[layer % len(self.pattern)] for layer in range(config["num_hidden_layers"])]
 
     def attention(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Kind and options of each layer that does not attend to all tokens before; of the others an empty dict.

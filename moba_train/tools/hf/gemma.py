@@ -56,13 +56,12 @@ class Gemma3(Gemma, Windowed):
     window_theta = "rope_local_base_freq"
     others = frozenset({"sliding_window_pattern", "_sliding_window_pattern", "cache_implementation"})
 
-    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """Windows in all layers but each sixth, unless the config says which."""
+    def usual_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Windows in all layers but each sixth, or what a key of its own says."""
         every = config.get("sliding_window_pattern") or 6
         if type(every) is not int:
             raise CheckpointError(f"sliding_window_pattern is {given(every)}, allowed: integer")
-        types = [TYPES[(layer + 1) % every != 0] for layer in range(config["num_hidden_layers"])]
-        return super().layer_types({"layer_types": types, **config})
+        return [TYPES[(layer + 1) % every != 0] for layer in range(config["num_hidden_layers"])]
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """With the base of the window layers."""

@@ -20,11 +20,10 @@ class Ministral(Family):
     windows = True
     heads_divide_width = False
 
-    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """Windows in all layers, if there is a `sliding_window`, unless the config says which."""
+    def usual_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Windows in all layers, if there is a `sliding_window`."""
         kind = "full_attention" if config.get("sliding_window") is None else "sliding_attention"
-        found = config.get("layer_types") or [kind] * config["num_hidden_layers"]
-        return super().layer_types(dict(config) | {"layer_types": found})
+        return [kind] * config["num_hidden_layers"]
 
 
 class Mistral(Ministral):
@@ -42,8 +41,8 @@ class OneWindow(Mistral):
     """Families that go by `sliding_window` alone."""
 
     def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """Windows in all layers, if there is a `sliding_window`."""
-        return super().layer_types(dict(config) | {"layer_types": None})
+        """Those of no `layer_types`."""
+        return self.usual_types(config)
 
 
 class Phi3(OneWindow):

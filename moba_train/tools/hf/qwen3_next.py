@@ -65,15 +65,12 @@ class Qwen3Next(Qwen3Moe):
         "linear_attn.conv1d.weight": Fused(single=True),
     }
 
-    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """Full attention in every fourth layer, unless the config says which."""
+    def usual_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Full attention in every fourth layer, or what a key of its own says."""
         every = config["full_attention_interval"]
         if type(every) is not int or every < 1:
             raise CheckpointError(f"full_attention_interval is {given(every)}, allowed: integer >= 1")
-        found = config.get("layer_types") or [
-            _TYPES[(layer + 1) % every == 0] for layer in range(config["num_hidden_layers"])
-        ]
-        return super().layer_types(dict(config) | {"layer_types": found})
+        return [_TYPES[(layer + 1) % every == 0] for layer in range(config["num_hidden_layers"])]
 
     def attention(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Gated DeltaNet in linear layers."""
