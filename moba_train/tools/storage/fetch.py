@@ -33,12 +33,11 @@ from moba_train.resolve.run import RunFolders
 from moba_train.tools.storage.remote import (
     THREADS,
     Address,
+    AtAddress,
     RemoteFolder,
     StorageError,
     address_problem,
     complete_steps,
-    local_copy,
-    missing_package,
 )
 
 logger = logging.getLogger(__name__)
@@ -127,16 +126,10 @@ class ResumeFromOptions(Address):
     another run's uploads or run folder."""
 
 
-class ResumeFrom:
+class ResumeFrom(AtAddress):
     """Fetches a checkpoint once. A `CheckpointStore` that copies none."""
 
     Options = ResumeFromOptions
-    local_copy = staticmethod(local_copy)
-
-    @classmethod
-    def problem(cls, options: ResumeFromOptions) -> str:
-        """Reason why the address cannot be used here, with the remedy; empty: it can."""
-        return missing_package(options.address)
 
     def __init__(self, options: ResumeFromOptions, folders: RunFolders) -> None:
         self._address = options.address

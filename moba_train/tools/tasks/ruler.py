@@ -10,7 +10,7 @@ import random
 import re
 import string
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import Field
@@ -125,9 +125,7 @@ class VariableTracking(SizedTask):
         question = self._question(size, self.letters, rng)
         example = self._question(10, 3, rng)
         solved = f"{_joined(example)} {example.prefix}  {' '.join(example.references)}\n\n\n\n"
-        return TaskText(
-            question.before, question.context, question.after, question.prefix, question.answer, example=solved
-        )
+        return replace(question, example=solved)
 
     def _question(self, size: int, letters: int, rng: random.Random) -> TaskText:
         names: dict[str, None] = {}
@@ -174,9 +172,7 @@ class CommonWords(SizedTask):
         example = self._question(20 if short else 40, *((3, 1) if short else (10, 3)), rng)
         question = self._question(size, *((6, 1) if short else (30, 3)), rng)
         solved = f"{_joined(example)} {example.prefix}{_numbered(example.references)}\n"
-        return TaskText(
-            question.before, question.context, question.after, question.prefix, question.answer, example=solved
-        )
+        return replace(question, example=solved)
 
     def _question(self, size: int, common: int, others: int, rng: random.Random) -> TaskText:
         drawn = rng.sample(WORDS[: max(size, SINGLE_WORDS)], size)
