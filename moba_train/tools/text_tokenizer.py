@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,25 +67,18 @@ class TextTokenizer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class Tokenizer:
-    """A loaded sentencepiece model."""
+    """A loaded sentencepiece model.
 
-    processor: sentencepiece.SentencePieceProcessor
-    name: str
-    """File name, without the folder."""
-    sha256: str
-    """SHA-256 of the file, in hexadecimal."""
+    name: of the file, without the folder; sha256: of the file, in hexadecimal
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; all are below it."""
-        return self.processor.vocab_size()
-
-    @property
-    def eos_id(self) -> int | None:
-        """Token id of the end of a document, or None if the model has none."""
-        return self.processor.eos_id() if self.processor.eos_id() >= 0 else None
+    def __init__(self, processor: sentencepiece.SentencePieceProcessor, name: str, sha256: str) -> None:
+        self.processor = processor
+        self.name = name
+        self.sha256 = sha256
+        self.vocab_size: int = processor.vocab_size()
+        self.eos_id = processor.eos_id() if processor.eos_id() >= 0 else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; control tokens that are spelt out in it are plain text."""

@@ -26,16 +26,8 @@ logger = logging.getLogger(__name__)
 Loaded = dict[str, dict[str, Any]]
 """`tasks` and `groups` by name, and the names in each group, as `TaskManager.load` returns them."""
 _UNREACHABLE = {
-    "ConnectionError",
-    "ConnectError",
-    "ConnectTimeout",
-    "DatasetNotFoundError",
-    "LocalEntryNotFoundError",
-    "MaxRetryError",
-    "OfflineModeIsEnabled",
-    "Timeout",
-    "URLError",
-    "gaierror",
+    *("ConnectionError", "ConnectError", "ConnectTimeout", "DatasetNotFoundError", "LocalEntryNotFoundError"),
+    *("MaxRetryError", "OfflineModeIsEnabled", "Timeout", "URLError", "gaierror"),
 }
 """Classes of errors that packages raise when they cannot download."""
 
