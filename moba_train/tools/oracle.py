@@ -27,7 +27,6 @@ from moba_train.evals.evaluation import (
     finite,
     full_attention,
     name_of,
-    with_full,
 )
 from moba_train.evals.position_wise import LongDocumentEvaluation, PositionWise, PositionWiseLoss
 from moba_train.foreign_files import read_foreign_json, working_roots
@@ -155,24 +154,22 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
 
     def _attentions(self, context: EvaluationContext) -> dict[str, Layers]:
         """Full attention, the stage's own, and each budget with both selectors, in the layers whose own is not full; in
-        all, if all have full attention."""
+        all, if all have full attention. Raises DataError if no layer can have the selectors' softmax."""
         own = context.attentions[context.own]
-        if name_of(own) == "full":
-            sparse = set(range(len(own)))
-        else:
-            sparse = {n for n, layer in enumerate(own) if layer.kind != "full" and full_attention(layer) != layer}
+        full = full_attention(own) or own
+        may_select = {n for n, layer in enumerate(full) if layer.kind == "full"}
+        if not may_select:
+            raise DataError(f"{self.key}: given layers of {name_of(own)}; allowed: some that kind full could replace")
+        sparse = {n for n in may_select if own[n].kind != "full"} or may_select
         parts = [part for layer in own for part in (_parts(layer) or [layer])]
         selecting = next((part for part in parts if part.kind not in ("full", "moba", "window")), None)
         sizes = None if selecting is None else selecting.options.model_dump()
         moba = next((part.options for part in parts if part.kind == "moba"), MobaAttention.Options())
 
         def in_sparse(kind: str, options: Any) -> Layers:
-            return tuple(
-                _selecting(layer, kind, options) if n in sparse else full_attention(layer)
-                for n, layer in enumerate(own)
-            )
+            return tuple(_selecting(layer, kind, options) if n in sparse else full[n] for n, layer in enumerate(own))
 
-        found = {"full": with_full(own)["full"], name_of(own): own}
+        found = {"full": full, name_of(own): own}
         for budget in self._options.budgets:
             found[f"oracle {label_of(budget)}"] = in_sparse("oracle", budget)
             if sizes is not None and (sizes.get("block_size"), sizes.get("topk")) == (budget.block_size, budget.topk):

@@ -180,8 +180,8 @@ def test_an_evaluation_that_is_stopped_leaves_the_model_as_the_stage_trains_it(r
     [
         ({"default": "full"}, "full"),
         ({"default": "moba", "full_layers": "last:1"}, "moba"),
-        ({"default": "nsa", "full_layers": "last:1", "overrides": {1: {"kind": "moba"}}}, "moba+nsa"),
-        ({"default": "moba", "overrides": {1: {"kind": "nsa"}}}, "moba+nsa"),
+        ({"default": "msa", "full_layers": "last:1", "overrides": {1: {"kind": "moba"}}}, "moba+msa"),
+        ({"default": "moba", "overrides": {1: {"kind": "msa"}}}, "moba+msa"),
     ],
 )
 def test_an_attention_is_named_by_all_its_kinds_beside_full(attention: dict[str, Any], name: str) -> None:
