@@ -35,7 +35,7 @@ from moba_train.mechanisms.oracle import IdealAttention
 from moba_train.tools.full_layers import format_difference
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.options import HiddenNeedles, NeedleConfig
-from moba_train.tools.ruler.ruler import Ruler, RulerConfig
+from moba_train.tools.tasks.ruler import Ruler, RulerConfig
 
 Budget = IdealAttention.Options
 
@@ -95,12 +95,9 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
         self.compare_with_full = True
         self._asked: list[Needle | Ruler] = []
         try:
-            if "needle" in options.questions:
-                Needle.check_samples(needle_options(options), setting)
-                self._asked.append(Needle(needle_options(options), setting))
-            if "ruler" in options.questions:
-                Ruler.check_samples(ruler_options(options), setting)
-                self._asked.append(Ruler(ruler_options(options), setting))
+            for evaluation, asked in _questions(options):
+                evaluation.check_samples(asked, setting)
+                self._asked.append(evaluation(asked, setting))
         except DataError as error:
             raise DataError(_under(self.key, str(error))) from error
         self.missing = next((one.missing for one in self._asked if one.missing), self.missing)
@@ -124,10 +121,8 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
         for budget in options.budgets:
             if len({"current", *budget.always}) > budget.topk:
                 yield f"{cls.key}.budgets: given {label_of(budget)}; allowed: a topk of at least the blocks of always"
-        if "needle" in options.questions:
-            yield from (_under(cls.key, text) for text in Needle.problems(needle_options(options), setting))
-        if "ruler" in options.questions:
-            yield from (_under(cls.key, text) for text in Ruler.problems(ruler_options(options), setting))
+        for evaluation, asked in _questions(options):
+            yield from (_under(cls.key, text) for text in evaluation.problems(asked, setting))
 
     @classmethod
     def check_samples(cls, options: OracleConfig, setting: EvaluationSetting) -> None:
@@ -199,15 +194,12 @@ def _selecting(layer: LayerAttention, kind: str, options: Section) -> LayerAtten
     return LayerAttention(ByGroupKind.name, ByGroupKind.Options(parts=parts))
 
 
-def needle_options(options: OracleConfig) -> NeedleConfig:
-    """The section `needle` of the same questions."""
-    return NeedleConfig(**options.model_dump(include={*NeedleConfig.model_fields}))
-
-
-def ruler_options(options: OracleConfig) -> RulerConfig:
-    """The section `ruler` of the same questions."""
-    shared = options.model_dump(include={*RulerConfig.model_fields})
-    return RulerConfig(**shared, tasks=options.ruler)
+def _questions(options: OracleConfig) -> Iterator[tuple[Any, Section]]:
+    """Evaluations of the `questions`, each with a section of its own."""
+    if "needle" in options.questions:
+        yield Needle, NeedleConfig(**options.model_dump(include={*NeedleConfig.model_fields}))
+    if "ruler" in options.questions:
+        yield Ruler, RulerConfig(**options.model_dump(include={*RulerConfig.model_fields}), tasks=options.ruler)
 
 
 def _under(key: str, problem: str) -> str:

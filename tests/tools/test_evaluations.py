@@ -39,9 +39,8 @@ from moba_train.tools.cli import app
 from moba_train.tools.longppl import LongPPL, LongPPLConfig
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.needle_signal import NeedleSignalEvaluation
-from moba_train.tools.ruler.ruler import Ruler
-from moba_train.tools.ruler.ruler_tasks import TASKS
 from moba_train.tools.tasks.longtasks import LongTasks
+from moba_train.tools.tasks.ruler import TASKS, Ruler
 from moba_train.train import main
 from tests.commands import run_app
 from tests.evals.setting import stage_setting
@@ -208,7 +207,6 @@ def test_no_evaluation_sees_the_recipe() -> None:
     folders = [
         package / "evals",
         package / "mechanisms" / "probes",
-        package / "tools" / "ruler",
         package / "tools" / "tasks",
     ]
     files = [file for folder in folders for file in folder.glob("*.py")]

@@ -19,7 +19,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.tools.inference.generate import generate
 from moba_train.tools.needle.full_answers import full_from
 from moba_train.tools.needle.needle import Needle
-from moba_train.tools.ruler.ruler import Ruler, RulerConfig
+from moba_train.tools.tasks.ruler import Ruler, RulerConfig
 from tests.evals.setting import built, stage_setting
 from tests.resolved import check, stages_of
 from tests.tools.questions import VOCAB, context, recipe, recipe_texts

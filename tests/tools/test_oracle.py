@@ -18,8 +18,8 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World, joined_world
 from moba_train.tools.oracle import Oracle, OracleConfig, label_of
 from moba_train.tools.report.chart import shown
+from moba_train.tools.report.evaluation_charts import oracle_charts
 from moba_train.tools.report.history import History, file_results
-from moba_train.tools.report.oracle_charts import oracle_charts
 from tests.evals.setting import built
 from tests.resolved import check
 from tests.tools.questions import context, recipe
