@@ -8,7 +8,7 @@ run folder.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -74,13 +74,17 @@ class Training(NamedTuple):
 def saved_training(checkpoint: Path) -> Training:
     """Training that the weights of `checkpoint` have been through, by its recipe and progress. Raises CheckpointError
     as `saved_stage`."""
-    run = resolve_unchecked(saved_recipe(checkpoint))
-    meta = read_meta(checkpoint)
-    index = saved_stage(checkpoint, run.stages).index
-    exited = meta["progress"].get("exited_steps")
-    stages = run.after_exit(exited if isinstance(exited, dict) else {}).stages[: index + 1]
-    step = saved_step(meta) or 0
+    stages = trained_stages(checkpoint)
+    step = saved_step(read_meta(checkpoint)) or 0
     return Training(step, stages[-1].tokens_after(step) if step else None, max(stage.seq_len for stage in stages))
+
+
+def trained_stages(checkpoint: Path) -> Sequence[Stage]:
+    """The stages up to that of `checkpoint`, as long as those were that have ended."""
+    run = resolve_unchecked(saved_recipe(checkpoint))
+    exited = read_meta(checkpoint)["progress"].get("exited_steps")
+    ended = run.after_exit(exited if isinstance(exited, dict) else {})
+    return ended.stages[: saved_stage(checkpoint, run.stages).index + 1]
 
 
 def overridden_kinds(saved: SavedRun) -> list[str]:
@@ -135,15 +139,12 @@ def load_trained(saved: SavedRun, device: torch.device, dtype: torch.dtype = tor
     return model.to(dtype).eval()
 
 
-def check_paths(
-    data: DataConfig, evaluation: EvaluationConfig, checkpoint: Path, roots: Sequence[Path] | None = None
-) -> None:
-    """Raises CheckpointError when these sections of the recipe of `checkpoint` name a tokenizer or validation corpus
-    whose files, links followed, are not regular files below one of `roots`: by default the working folder, and those in
-    $MOBA_TRAIN_DATA_ROOTS.
-    """
-    roots = working_roots() if roots is None else roots
-    for key, given, file in _files(data, evaluation):
+def check_paths(config: RunConfig, named: Container[str], checkpoint: Path, roots: Sequence[Path]) -> None:
+    """Raises CheckpointError when a file that evaluation and generation by `config` read, of a path that the recipe of
+    `checkpoint` has `named`, is no regular file below one of `roots`, links followed."""
+    for key, given, file in _files(config):
+        if given not in named:
+            continue
         try:
             check_below(file, roots)
             with contextlib.suppress(OSError):  # a file that is missing is reported by its reader
@@ -152,18 +153,16 @@ def check_paths(
             raise CheckpointError(f"checkpoint {checkpoint}: its recipe reads {key} {given!r}: {error}") from None
 
 
-def check_named_files(own: EvaluationConfig, used: EvaluationConfig, checkpoint: Path, roots: Sequence[Path]) -> None:
-    """Raises CheckpointError when a file that evaluations of the checkpoint's `own` recipe name, and those that are
-    `used` still do, does not lie below one of `roots`."""
-    for path in sorted(_named_files(own) & _named_files(used)):
-        try:
-            check_below(Path(path), roots)
-        except ForeignFileError as error:
-            raise CheckpointError(f"checkpoint {checkpoint}: its recipe's evaluation reads {path!r}: {error}") from None
+def corpora_and_tokenizer(config: RunConfig) -> set[str]:
+    """Paths of the tokenizer and of the corpora that evaluation reads."""
+    paths = {*evaluation_corpora(config.data, config.evaluation).values()}
+    return paths if config.data.tokenizer is None else {*paths, config.data.tokenizer}
 
 
-def _named_files(evaluation: EvaluationConfig) -> set[str]:
-    return {path for _, section in evaluation if isinstance(section, NamesFiles) for path in section.named_files()}
+def named_files(evaluation: EvaluationConfig) -> dict[str, list[str]]:
+    """Other files that evaluations read, by the keys of their sections."""
+    sections = {name: section for name, section in evaluation if isinstance(section, NamesFiles)}
+    return {f"evaluation.{name}": section.named_files() for name, section in sections.items()}
 
 
 def evaluation_corpora(data: DataConfig, evaluation: EvaluationConfig) -> dict[str, str]:
@@ -175,16 +174,18 @@ def evaluation_corpora(data: DataConfig, evaluation: EvaluationConfig) -> dict[s
     }
 
 
-def _files(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[tuple[str, str, Path]]:
+def _files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
     """(key, value, file) of every file that evaluation and generation open."""
-    if data.tokenizer is not None:
-        file = tokenizer_file(data.tokenizer)
-        yield "data.tokenizer", data.tokenizer, file
-        yield "data.tokenizer", data.tokenizer, file.parent / TOKENIZER_CONFIG
-    for key, path in evaluation_corpora(data, evaluation).items():
+    if (tokenizer := config.data.tokenizer) is not None:
+        file = tokenizer_file(tokenizer)
+        yield "data.tokenizer", tokenizer, file
+        yield "data.tokenizer", tokenizer, file.parent / TOKENIZER_CONFIG
+    for key, path in evaluation_corpora(config.data, config.evaluation).items():
         for prefix in (path, mask_prefix(path)):
             for suffix in ("idx", "bin", "json"):
                 yield key, path, corpus_file(prefix, suffix)
+    for key, paths in named_files(config.evaluation).items():
+        yield from ((key, path, Path(path)) for path in paths)
 
 
 class SavedPaths:
@@ -286,7 +287,7 @@ def open_checkpoint(path: Path, init_from: Path | None = None) -> SavedRun:
     cannot hold, or names files that it must not read (`check_paths`).
     """
     saved = read_checkpoint(path)
-    check_paths(saved.config.data, saved.config.evaluation, saved.path)
+    check_paths(saved.config, corpora_and_tokenizer(saved.config), saved.path, working_roots())
     if init_from is not None:
         saved = saved._replace(config=saved.config.model_copy(update={"init_from": str(init_from)}))
     return saved

@@ -157,6 +157,10 @@ class NsaKind(AttentionKind):
         """Gates, compression and, with `separate_kv`, projections."""
         return NsaParameters(model, options.compressed_block, _hidden(options, model), options.separate_kv)
 
+    @classmethod
+    def full_attention(cls, options: NsaOptions, keep_windows: bool = False) -> None:
+        """None: the sum of three branches is no softmax over all keys."""
+
     def mix(self, layer: LayerInput, parameters: NsaParameters) -> tuple[Tensor, Tensor | None]:
         """The three branches' outputs, each times its gate."""
         options = self.options
