@@ -228,9 +228,10 @@ def export_to_hf(
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")
     warnings = [*tokenizer.warnings, *family.cautions(contents)]
     if others := [layer for layer, entry in enumerate(elsewhere) if entry and entry != attention[layer]]:
+        refused = [*code_problems(kinds, stage.rope.by_layer(config.model.layers))]
         warnings.append(
             f"{named_layers(others)}: programs that do not know moba_train attend by {elsewhere[others[0]]}, as every "
-            f"{contents['model_type']} does there; --with-code exports each layer's own attention"
+            f"{contents['model_type']} does there" + "; --with-code exports each layer's own attention" * (not refused)
         )
     return warnings
 

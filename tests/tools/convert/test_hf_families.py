@@ -140,7 +140,7 @@ def test_layers_to_which_others_give_a_window_are_named(tmp_path: Path) -> None:
         warnings = export_to_hf(saved.with_recipe(config), tmp_path / folder, torch.float32, 2**30)
         named = [text for text in warnings if "'window': 24" in text]
         assert len(named) == found
-        assert all(text.startswith("layers 1-2: ") for text in named)
+        assert all(text.startswith("layers 1-2: ") and "--with-code" in text for text in named)
 
 
 def test_linear_layers_of_other_heads_have_no_architecture() -> None:
