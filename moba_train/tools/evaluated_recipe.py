@@ -31,9 +31,7 @@ from moba_train.tools.saved_recipe import (
     SavedRun,
     check_named_files,
     check_paths,
-    evaluation_corpora,
     read_checkpoint,
-    with_corpora,
     with_overrides,
 )
 
@@ -80,10 +78,9 @@ def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
         paths = SavedPaths(saved.config, saved.path)
         saved = saved._replace(config=paths.located())
         config = changed(saved, options)
-        named = {*_paths(config.data, config.evaluation)} - {*_paths(saved.config.data, saved.config.evaluation)}
-        own = _without(config, named | {*options.data})
-        check_paths(own.data, own.evaluation, saved.path, paths.roots)
-        paths.check_corpora(own.data.validation)
+        own = _without(config.data, {*_paths(config.data)} - {*_paths(saved.config.data)} | {*options.data})
+        check_paths(own, saved.path, paths.roots)
+        paths.check_corpora(own.validation)
         check_named_files(saved.config.evaluation, config.evaluation, saved.path, paths.roots)
         trained = [digest] if (digest := trained_tokenizer(saved.path)) else []
     check_tokenizer(config.data, trained)
@@ -117,8 +114,7 @@ def open_to_generate(
         roots = [*roots, *folder_roots(tokenizer_file(config.data.tokenizer).parent)]
     elif paths is not None:
         paths.check_tokenizer()
-        own = _without(config, {*evaluation_corpora(config.data, config.evaluation).values()})
-        check_paths(own.data, own.evaluation, located.path, roots)
+        check_paths(config.data.model_copy(update={"validation": []}), located.path, roots)
     return located.with_recipe(config), roots
 
 
@@ -192,21 +188,17 @@ def _check(config: RunConfig, index: int, tasks: Iterable[str] | None) -> None:
         raise ConfigError(problems)
 
 
-def _paths(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
+def _paths(data: DataConfig) -> Iterator[str]:
     """Paths that evaluation reads."""
-    yield from evaluation_corpora(data, evaluation).values()
+    yield from (source.path for source in data.validation)
     yield from [data.tokenizer] if data.tokenizer is not None else []
 
 
-def _without(config: RunConfig, named: set[str]) -> RunConfig:
-    """The recipe without the paths `named`."""
-    data = config.data
-    changes = {
-        "validation": [source for source in data.validation if source.path not in named],
-        "tokenizer": None if data.tokenizer in named else data.tokenizer,
-    }
-    evaluation = with_corpora(config.evaluation, lambda path: None if path in named else path)
-    return config.model_copy(update={"data": data.model_copy(update=changes), "evaluation": evaluation})
+def _without(data: DataConfig, named: set[str]) -> DataConfig:
+    """The section without the paths `named`."""
+    validation = [source for source in data.validation if source.path not in named]
+    tokenizer = None if data.tokenizer in named else data.tokenizer
+    return data.model_copy(update={"validation": validation, "tokenizer": tokenizer})
 
 
 def _hugging_face(folder: Path) -> SavedRun:

@@ -8,7 +8,7 @@ run folder.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -36,7 +36,7 @@ from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.hf.config import is_hf_folder
 from moba_train.tools.hf.weights import load_hf_weights
-from moba_train.tools.needle.options import NamesFiles, asking
+from moba_train.tools.needle.options import NamesFiles
 
 
 class SavedRun(NamedTuple):
@@ -135,15 +135,13 @@ def load_trained(saved: SavedRun, device: torch.device, dtype: torch.dtype = tor
     return model.to(dtype).eval()
 
 
-def check_paths(
-    data: DataConfig, evaluation: EvaluationConfig, checkpoint: Path, roots: Sequence[Path] | None = None
-) -> None:
-    """Raises CheckpointError when these sections of the recipe of `checkpoint` name a tokenizer or validation corpus
+def check_paths(data: DataConfig, checkpoint: Path, roots: Sequence[Path] | None = None) -> None:
+    """Raises CheckpointError when this section of the recipe of `checkpoint` names a tokenizer or validation corpus
     whose files, links followed, are not regular files below one of `roots`: by default the working folder, and those in
     $MOBA_TRAIN_DATA_ROOTS.
     """
     roots = working_roots() if roots is None else roots
-    for key, given, file in _files(data, evaluation):
+    for key, given, file in _files(data):
         try:
             check_below(file, roots)
             with contextlib.suppress(OSError):  # a file that is missing is reported by its reader
@@ -166,25 +164,16 @@ def _named_files(evaluation: EvaluationConfig) -> set[str]:
     return {path for _, section in evaluation if isinstance(section, NamesFiles) for path in section.named_files()}
 
 
-def evaluation_corpora(data: DataConfig, evaluation: EvaluationConfig) -> dict[str, str]:
-    """The corpora that evaluation reads, by the keys that name them."""
-    named = {f"evaluation.{name}.corpus": section.corpus for name, section in asking(evaluation).items()}
-    return {
-        **{f"data.validation[{index}].path": source.path for index, source in enumerate(data.validation)},
-        **{key: path for key, path in named.items() if path is not None},
-    }
-
-
-def _files(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[tuple[str, str, Path]]:
+def _files(data: DataConfig) -> Iterator[tuple[str, str, Path]]:
     """(key, value, file) of every file that evaluation and generation open."""
     if data.tokenizer is not None:
         file = tokenizer_file(data.tokenizer)
         yield "data.tokenizer", data.tokenizer, file
         yield "data.tokenizer", data.tokenizer, file.parent / TOKENIZER_CONFIG
-    for key, path in evaluation_corpora(data, evaluation).items():
-        for prefix in (path, mask_prefix(path)):
+    for index, source in enumerate(data.validation):
+        for prefix in (source.path, mask_prefix(source.path)):
             for suffix in ("idx", "bin", "json"):
-                yield key, path, corpus_file(prefix, suffix)
+                yield f"data.validation[{index}].path", source.path, corpus_file(prefix, suffix)
 
 
 class SavedPaths:
@@ -210,8 +199,7 @@ class SavedPaths:
             "train": [self._source(source) for source in data.train],
             "validation": [self._source(source) for source in data.validation],
         }
-        evaluation = with_corpora(self._config.evaluation, lambda path: self._corpus(path) or path)
-        return self._config.model_copy(update={"data": data.model_copy(update=changes), "evaluation": evaluation})
+        return self._config.model_copy(update={"data": data.model_copy(update=changes)})
 
     def check_tokenizer(self) -> None:
         """Raises DataError, naming all places that were looked at, when the recipe's tokenizer is in none of them."""
@@ -286,7 +274,7 @@ def open_checkpoint(path: Path, init_from: Path | None = None) -> SavedRun:
     cannot hold, or names files that it must not read (`check_paths`).
     """
     saved = read_checkpoint(path)
-    check_paths(saved.config.data, saved.config.evaluation, saved.path)
+    check_paths(saved.config.data, saved.path)
     if init_from is not None:
         saved = saved._replace(config=saved.config.model_copy(update={"init_from": str(init_from)}))
     return saved
@@ -295,15 +283,6 @@ def open_checkpoint(path: Path, init_from: Path | None = None) -> SavedRun:
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """The recipe with `overrides` applied, as `load_config` takes them. Raises ConfigError with every problem."""
     return validated(parse_yaml(dump_config(config), "recipe"), overrides) if overrides else config
-
-
-def with_corpora(evaluation: EvaluationConfig, change: Callable[[str], str | None]) -> EvaluationConfig:
-    """A copy in which `change` has been applied to every corpus that a section names."""
-    named = {name: section for name, section in asking(evaluation).items() if section.corpus is not None}
-    changed = {
-        name: section.model_copy(update={"corpus": change(str(section.corpus))}) for name, section in named.items()
-    }
-    return evaluation.model_copy(update=changed)
 
 
 def read_checkpoint(path: Path) -> SavedRun:

@@ -7,7 +7,6 @@ import pytest
 
 from moba_train.checkpoint import manifest, publish
 from moba_train.config.load import parse_config
-from moba_train.tools.needle.options import asking
 from moba_train.tools.saved_recipe import SavedPaths, _origin
 
 
@@ -28,10 +27,7 @@ def test_the_folder_that_holds_the_users_home_is_never_searched(monkeypatch: pyt
     assert _origin(Path("/home/user/project/runs/one"), "runs/one") == Path("/home/user/project")
 
 
-def test_corpora_of_evaluations_are_found_where_the_run_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those of data.validation."""
+def test_corpora_are_found_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = tmp_path / "project"
     checkpoints = project / "runs" / "one" / "checkpoints"
     checkpoints.mkdir(parents=True)
@@ -46,16 +42,11 @@ def test_corpora_of_evaluations_are_found_where_the_run_was_started(
         name: one
         run_dir: runs/one
         model: {vocab_size: 64, hidden_size: 32, intermediate_size: 48, layers: 1, heads: 2, kv_heads: 1}
-        data: {train: [{path: corpus}]}
+        data: {train: [{path: corpus}], validation: [{path: texts}, {path: gone}]}
         batch_tokens: 64
         stages: [{name: only, seq_len: 64, tokens: 64}]
-        evaluation: {needle: {corpus: texts}, needle_signal: {corpus: gone}, ruler: {}}
         """,
         "test",
     )
-    found = asking(SavedPaths(config, checkpoints / publish.step_name(1)).located().evaluation)
-    assert {name: section.corpus for name, section in found.items()} == {
-        "needle": str(project / "texts"),
-        "needle_signal": "gone",
-        "ruler": None,
-    }
+    located = SavedPaths(config, checkpoints / publish.step_name(1)).located()
+    assert [source.path for source in located.data.validation] == [str(project / "texts"), "gone"]

@@ -6,7 +6,6 @@ from typing import Literal
 from pydantic import Field
 
 from moba_train.evals.evaluation import EvaluationSetting
-from moba_train.tools.needle.haystack import corpus_of
 from moba_train.tools.ruler.ruler_tasks import TASKS
 from moba_train.tools.tasks.scored import TaskScores
 from moba_train.tools.tasks.sized import TasksConfig
@@ -42,8 +41,8 @@ class Ruler(TaskScores[RulerConfig]):
         """Those of all tasks, and tasks in natural text without any."""
         yield from super().problems(options, setting)
         natural = [task for task in options.tasks if task in TASKS and TASKS[task].natural]
-        if natural and corpus_of(options, setting) is None:
+        if natural and not setting.validation:
             yield (
                 f"{cls.key}.tasks: {', '.join(natural)} hide needles in natural text, but there is none; set "
-                f"data.validation or {cls.key}.corpus, or leave these tasks out"
+                "data.validation, or leave these tasks out"
             )

@@ -93,7 +93,7 @@ class TaskScores(Evaluation[AnyTasks]):
         """No given length that the stage has."""
         if not stage_lengths(options, setting.stage):
             seq_len = setting.stage.seq_len
-            yield f"{cls.key}.lengths has none of at most seq_len {seq_len}; add one, or set extrapolate: true"
+            yield f"{cls.key}.lengths has none of at most seq_len {seq_len}; add one"
 
     @classmethod
     def check_samples(cls, options: AnyTasks, setting: EvaluationSetting) -> None:
@@ -129,13 +129,11 @@ class TaskScores(Evaluation[AnyTasks]):
             "lengths": self.lengths,
             "tasks": [*asked],
             "samples": options.samples,
-            "seed": options.seed,
             "scores": scores,
         } | ({"first_answers": first_answers} if first_answers else {})
         table = [line for name, found in scores.items() for line in self._table(name, found)]
         counts = sorted({len(prompts) for by_length in asked.values() for prompts in by_length.values()})
-        samples = f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples of each task and length, "
-        samples += f"seed {options.seed}"
+        samples = f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples of each task and length"
         table.append(f"{samples}; trained on {self._trained_length} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
 

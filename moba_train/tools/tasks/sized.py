@@ -11,10 +11,11 @@ from pydantic import Field
 
 from moba_train.attention.layout import TokenRange
 from moba_train.config.base import MOST_SAMPLES
+from moba_train.config.evaluation import ATTENTION
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.tools.needle.answers import Question, encode_segments
-from moba_train.tools.needle.haystack import Conversation, natural_text, open_tokenizer
+from moba_train.tools.needle.haystack import Conversation, NaturalText, corpus_of, open_tokenizer
 from moba_train.tools.needle.options import ANSWER, AnswersConfig
 from moba_train.tools.tasks.metrics import found_share
 
@@ -22,6 +23,7 @@ from moba_train.tools.tasks.metrics import found_share
 class TasksConfig(AnswersConfig):
     """Keys of evaluations by tasks."""
 
+    attention: Literal["own", "both"] = ATTENTION
     tasks: list[str]
     samples: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of each task and length")
     scoring: Literal["teacher_forced", "generated"]
@@ -92,8 +94,7 @@ class SizedTask(ABC):
 
 
 class SizedTexts:
-    """Samples of `tasks`, as large as their length allows: pure functions of task, length, number of the sample, and
-    seed.
+    """Samples of `tasks`, as large as their length allows: pure functions of task, length and number of the sample.
 
     key: that of the section `options`
 
@@ -110,7 +111,8 @@ class SizedTexts:
         self._conversation = Conversation(setting, options.chat, key)
         self._words = functools.lru_cache(maxsize=1)(self._draw_words)
         natural = any(tasks[task].natural for task in options.tasks if task in tasks)
-        self._natural = natural_text(options, setting, self.tokenizer, key) if natural else None
+        prefix = corpus_of(setting)
+        self._natural = NaturalText(prefix, self.tokenizer) if natural and prefix is not None else None
 
     def fits(self, task: str, length: int) -> bool:
         """True if the shortest sample of a task fits in `length` tokens."""
@@ -168,12 +170,12 @@ class SizedTexts:
         return question.prompt_length + answer - length
 
     def _text(self, task: str, length: int, index: int, size: int) -> TaskText:
-        rng = random.Random(f"{task} {self._options.seed} {length} {index}")
+        rng = random.Random(f"{task} 0 {length} {index}")
         return self._made[task].text(size, length, rng, self._words(task, length, index))
 
     def _draw_words(self, task: str, length: int, index: int) -> list[str]:
         """Natural text for a sample; empty if its task has none."""
-        rng = random.Random(f"text {task} {self._options.seed} {length} {index}")
+        rng = random.Random(f"text {task} 0 {length} {index}")
         return self._natural.words(length, rng) if self._made[task].natural and self._natural else []
 
     def encode(self, text: TaskText) -> Question:
