@@ -125,7 +125,6 @@ def evaluate_with_lm_eval(
             tokenizer,
             stage.seq_len,
             batch_size=options.batch_size,
-            batch_tokens=options.batch_tokens,
             decode=options.decode,
             in_full=in_full,
             template=template,
