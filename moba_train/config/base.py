@@ -29,7 +29,8 @@ from moba_train.registry import Registry
 
 SAVED = "saved"
 """Context in which a recipe is read that an earlier version may have saved: it gives every key, so those that are gone
-since are left out. What they were matters no more, or is refused with the parameters that it made."""
+since are left out. Only keys go that did not change what a model computes, or gave it parameters, by which other values
+are then refused."""
 
 
 class Section(BaseModel):

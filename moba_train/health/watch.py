@@ -326,7 +326,7 @@ def _describe(
         else:
             lines.append(
                 f"rank {rank} of {size} stalls in {heartbeat.phase!r} after step {heartbeat.step}: for "
-                f"{heartbeat.age_s:.1f} s, limit {heartbeat.limit_s:.1f} s (health.watch); it is at\n{heartbeat.stack}"
+                f"{heartbeat.age_s:.1f} s, limit {heartbeat.limit_s:.1f} s; it is at\n{heartbeat.stack}"
             )
     if len(to_blame) > _MOST_NAMED:
         lines.append(f"... and {len(to_blame) - _MOST_NAMED} more ranks")

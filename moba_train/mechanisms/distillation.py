@@ -18,6 +18,7 @@ Shape suffixes: n tokens that carry loss or a chunk of them, T tokens of this ra
 heads, d head width.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -49,11 +50,7 @@ class DistillOptions(Section):
     labels. Costs the teacher's forward pass, and on logits a second product with the output weight: plans count them,
     MFU does not. Plans take steps of `full_every` for steps with the stage's own attention."""
 
-    not_here = {
-        "loss": "gone: always kl",
-        "temperature": "gone: always 1",
-        "every": "gone: every step distils, but for those of full_every",
-    }
+    not_here = {"loss": "gone: always kl", "temperature": "gone: always 1"}
 
     teacher: Literal["full", "full_and_windows", "base"] = Field(
         "full",
@@ -74,6 +71,7 @@ class DistillOptions(Section):
         description="on logits: weight of the divergence, where the cross entropy has the rest; on attention: factor "
         "on the error, which is added",
     )
+    every: int = Field(1, ge=1, description="distil in every N-th step of the run; the other steps learn labels")
     full_every: int | None = Field(
         None,
         ge=2,
@@ -122,7 +120,8 @@ class Distillation(Objective):
     @classmethod
     def costs(cls, options: DistillOptions, attention: Sequence[LayerAttention]) -> ObjectiveCosts:
         """The teacher's forward pass and logits or, on attention, its attention in the layers that learn."""
-        share = 1 - (1 / options.full_every if options.full_every else 0)
+        share = 1 / options.every
+        share -= 1 / math.lcm(options.every, options.full_every) if options.full_every else 0
         teachers = [options.teacher_of(layer) for layer in attention]
         if options.on == "logits":
             return ObjectiveCosts(share, tuple(teachers), logit_peak=16, logit_traffic=130)
@@ -137,7 +136,7 @@ class Distillation(Objective):
         self._restore()
         full_every = self._options.full_every
         self._full = full_every is not None and step % full_every == 0
-        self._due = not self._full
+        self._due = not self._full and step % self._options.every == 0
         self._sums = None
 
     def prepare(self, model: Transformer, loss_tokens: LossTokens, *inputs: Any) -> tuple[Tensor, ...]:

@@ -1,11 +1,11 @@
 """LoRA and DoRA: small factors beside the weights of linear layers, trained while the weights stay as they are.
 
 LoRA (Hu et al. 2021, arXiv:2106.09685) adds s B A to a weight W [columns out, columns in], with A [r, in], B [out, r]
-and s = lora_alpha / r. B begins at zero, so that the model begins as its base. DoRA (Liu et al. 2024, arXiv:2402.09353)
-multiplies each row of the sum by m / norm, where m, one number for each row, begins at the row's norm in W and is
-trained; the norm is a constant to the backward pass (section 4.3 there). The parameter here is the change of m, which
-is the same to an optimizer: rounded to bf16, m itself would change a base by up to one part in 512 before anything is
-trained.
+and s = lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora` (Kalajdzievski 2023, arXiv:2312.03732). B begins at
+zero, so that the model begins as its base. DoRA (Liu et al. 2024, arXiv:2402.09353) multiplies each row of the sum by
+m / norm, where m, one number for each row, begins at the row's norm in W and is trained; the norm is a constant to the
+backward pass (section 4.3 there). The parameter here is the change of m, which is the same to an optimizer: rounded to
+bf16, m itself would change a base by up to one part in 512 before anything is trained.
 
 Names of options and parameters are those of `peft`, whose folders tools/convert/adapters.py writes.
 
@@ -13,6 +13,7 @@ Shape suffixes: T packed tokens, I columns in, O columns out, r rank.
 """
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -42,8 +43,6 @@ class LoraOptions(Section):
     """LoRA adapters, under peft's names. Only they are trained and saved, with `modules_to_save` and the parameters of
     attention kinds; everything else stays what `init_from` holds."""
 
-    not_here = {"use_rslora": "gone: the same is lora_alpha times sqrt(r)"}
-
     r: int = Field(16, ge=1, le=4096, description="rank: columns of the factors")
     lora_alpha: float = Field(32, gt=0, description="the product of the factors is multiplied by lora_alpha / r")
     target_modules: Literal["all-linear"] | list[str] = Field(
@@ -53,6 +52,7 @@ class LoraOptions(Section):
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapters' inputs that a step drops")
     use_dora: bool = Field(False, description="also train the norm of each row of the weights (DoRA)")
+    use_rslora: bool = Field(False, description="lora_alpha / sqrt(r) instead of lora_alpha / r")
     modules_to_save: list[str] = Field(
         [], description="modules trained in full, by name or pattern, such as embedding and *norm (LongLoRA)"
     )
@@ -60,7 +60,7 @@ class LoraOptions(Section):
     @property
     def scaling(self) -> float:
         """Factor of the product of A and B."""
-        return self.lora_alpha / self.r
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
 class LoraLinear(nn.Linear):

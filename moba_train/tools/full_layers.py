@@ -45,8 +45,8 @@ class FullLayersConfig(HiddenNeedles):
 
     not_here = {
         **HiddenNeedles.not_here,
-        "queries": "gone: 256",
-        "windows": "gone: set them in attention.overrides",
+        "queries": "gone: always 256",
+        "windows": "gone: attention.overrides gives layers a window",
         "attention": "gone: it changed nothing",
     }
 

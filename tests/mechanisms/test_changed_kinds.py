@@ -341,7 +341,7 @@ def test_weights_of_a_kind_in_another_shape_are_refused_before_training(
     """Plan and training refuse the weights with the same words."""
     run = with_sparse_stage(Run(tmp_path, corpora), compressed_block=8)
     run.recipe["init_from"] = str(trained.run_dir)
-    said = "attention.nsa: gives layer 0 parameters compress_k.up.weight [8, 64]"
+    said = "attention.nsa: gives layer 0 parameters compress_k.positions [8, 8]"
     code, output = plan(run)
     assert code == 2
     assert said in output

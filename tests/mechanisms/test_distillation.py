@@ -287,7 +287,7 @@ def test_experts_count_the_students_choices_alone(alone: World, prefix: str, mon
 
 
 def distilled_run(run: Run, **options: Any) -> Run:
-    run.recipe["stages"][1] |= {"distill": {"weight": 0.5, "full_every": 3, **options}}
+    run.recipe["stages"][1] |= {"distill": {"weight": 0.5, "every": 2, "full_every": 3, **options}}
     run.recipe["checkpoint"] = {"every": 3, "keep_last": 10}
     return run
 
@@ -303,7 +303,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
 
 def test_the_log_has_both_losses_of_the_steps_that_distil(finished: Run) -> None:
     records = finished.records()
-    assert ["distillation" in record for record in records] == [False] * 6 + [True, True, False] * 2
+    assert ["distillation" in record for record in records] == [False] * 7 + [True, False, True, False, False]
     for record in (records[7], records[9]):
         mixed = 0.5 * record["cross_entropy"] + 0.5 * record["distillation"]
         assert record["loss"] == pytest.approx(mixed, rel=1e-5)
@@ -324,6 +324,7 @@ def test_a_recipe_says_it_back(finished: Run) -> None:
         "teacher": "full",
         "on": "logits",
         "weight": 0.5,
+        "every": 2,
         "full_every": 3,
     }
 

@@ -60,7 +60,7 @@ def adapters_of(linear: LoraLinear) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("options", [{}, {"use_dora": True, "lora_alpha": 7}])
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "lora_alpha": 5}, {"use_dora": True, "lora_alpha": 7}])
 def test_a_layer_computes_with_the_weight_into_which_its_adapters_merge(options: dict[str, Any], bias: bool) -> None:
     adapted, found, plain = layer(bias=bias, **options)
     x = torch.randn(10, 24, dtype=torch.float64)

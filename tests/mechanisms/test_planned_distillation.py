@@ -63,9 +63,11 @@ def test_a_teacher_costs_its_forward_pass_and_its_logits() -> None:
     assert time.loss - labels.time.loss == pytest.approx(more)
     assert item.memory.total > alone.memory.total
 
-    _, half = planned(full_every=2)
+    _, half = planned(every=2)
     assert half.time.objective == pytest.approx(time.objective / 2)
     assert half.time.loss == pytest.approx((time.loss + labels.time.loss) / 2)
+    _, rarely = planned(every=2, full_every=3)
+    assert rarely.time.objective == pytest.approx(time.objective * (1 / 2 - 1 / 6))
     kept, compared = planned(on="attention")
     assert compared.time.objective == pytest.approx(full * 14 / 16)
     assert compared.time.loss == labels.time.loss
