@@ -52,6 +52,7 @@ def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, i
             assert time.monotonic() < deadline, "no training in 90 s"
             assert launcher.poll() is None, launcher.communicate()[0]
             time.sleep(0.1)
+        time.sleep(1)  # each rank has given a sign of life
         waiting, victim = ranks_of(launcher.pid)
         began, at = time.monotonic(), time.time()
         os.kill(victim, what)

@@ -218,12 +218,12 @@ _CONTEXT = "{{context}}"
 """Placeholder of the context while a chat template is rendered."""
 
 
-def open_tokenizer(options: AnswersConfig, setting: EvaluationSetting) -> QuestionTokenizer:
-    """The model's tokenizer, for questions about the text of data.validation. Raises DataError without one, and for a
-    damaged corpus."""
+def open_tokenizer(setting: EvaluationSetting, chat: bool) -> QuestionTokenizer:
+    """The model's tokenizer, for questions about the text of data.validation, by its chat template or not. Raises
+    DataError without one, and for a damaged corpus."""
     prefix = corpus_of(setting)
     info = (IndexedDataset(prefix).info if prefix is not None else None) or {}
-    return QuestionTokenizer(setting.tokenizer, setting.model.vocab_size, info, options.chat)
+    return QuestionTokenizer(setting.tokenizer, setting.model.vocab_size, info, chat)
 
 
 def corpus_of(setting: EvaluationSetting) -> str | None:

@@ -48,7 +48,7 @@ class Needle(Evaluation[NeedleConfig]):
     def __init__(self, options: NeedleConfig, setting: EvaluationSetting) -> None:
         super().__init__(options, setting)
         self._trained_length = setting.trained_length
-        self._texts = NeedleTexts(options, setting, self.key)
+        self._texts = NeedleTexts(options, setting, self.key, options.chat)
         self.lengths = stage_lengths(options, setting.stage)
         if options.lengths is None:
             self.lengths = [length for length in self.lengths if self._texts.fits(length)]
@@ -175,15 +175,18 @@ def text_problems(options: HiddenNeedles, setting: EvaluationSetting, key: str) 
 class NeedleTexts:
     """Questions of an evaluation: pure functions of length, depth and number of the sample.
 
-    `key` is that of the section `options`. Raises DataError without a tokenizer, for a damaged corpus, and for lengths
+    key: that of the section `options`
+    chat: True to ask by the chat template
+
+    Raises DataError without a tokenizer, for a damaged corpus, and for lengths
     that leave no room for the needles.
     """
 
-    def __init__(self, options: HiddenNeedles, setting: EvaluationSetting, key: str) -> None:
-        self.tokenizer = open_tokenizer(options, setting)
+    def __init__(self, options: HiddenNeedles, setting: EvaluationSetting, key: str, chat: bool = False) -> None:
+        self.tokenizer = open_tokenizer(setting, chat)
         self._options = options
         self._key = key
-        self._conversation = Conversation(setting, options.chat, key)
+        self._conversation = Conversation(setting, chat, key)
         self._natural = NaturalText(setting.validation[0].path, self.tokenizer)
 
     def fits(self, length: int) -> bool:

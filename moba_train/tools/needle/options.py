@@ -7,6 +7,9 @@ from pydantic import Field
 from moba_train.config.base import MOST_SAMPLES, Length, Section
 from moba_train.config.evaluation import ATTENTION, EVERY
 
+CHAT: Any = Field(
+    False, description="ask through the chat template in the folder of data.tokenizer, as a user's message"
+)
 ANSWER: Any = Field(
     "own",
     description="full: also as in the MoBA paper: the text is read with the layers' own attention, question and answer "
@@ -40,13 +43,12 @@ class AnswersConfig(NamesFiles):
         "quarter, a half and all of it",
     )
     every: int | None = EVERY
-    chat: bool = Field(
-        False, description="ask through the chat template in the folder of data.tokenizer, as a user's message"
-    )
 
 
 class HiddenNeedles(AnswersConfig):
     """Keys of evaluations that hide sentences with a number each in a long text."""
+
+    not_here = {**AnswersConfig.not_here, "chat": "gone: only needle, ruler and longtasks ask so"}
 
     depths: list[Annotated[float, Field(ge=0, le=100)]] = Field(
         [0, 25, 50, 75, 100],
@@ -63,6 +65,9 @@ class NeedleConfig(HiddenNeedles):
     """Needle in a haystack: sentences with a number each are hidden in a long text, at each depth, and the model is
     asked for them. See docs/how-to/evaluate.md."""
 
+    not_here = AnswersConfig.not_here
+
     attention: Literal["own", "both"] = ATTENTION
+    chat: bool = CHAT
     generate: bool = Field(False, description="also answer by greedy generation, which needs parallel.tp and pp 1")
     answer: Literal["own", "full"] = ANSWER

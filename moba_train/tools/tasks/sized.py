@@ -16,7 +16,7 @@ from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.tools.needle.answers import Question, encode_segments
 from moba_train.tools.needle.haystack import Conversation, NaturalText, corpus_of, open_tokenizer
-from moba_train.tools.needle.options import ANSWER, AnswersConfig
+from moba_train.tools.needle.options import ANSWER, CHAT, AnswersConfig
 from moba_train.tools.tasks.metrics import found_share
 
 
@@ -24,6 +24,7 @@ class TasksConfig(AnswersConfig):
     """Keys of evaluations by tasks."""
 
     attention: Literal["own", "both"] = ATTENTION
+    chat: bool = CHAT
     tasks: list[str]
     samples: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of each task and length")
     scoring: Literal["teacher_forced", "generated"]
@@ -104,7 +105,7 @@ class SizedTexts:
     def __init__(
         self, options: TasksConfig, setting: EvaluationSetting, key: str, tasks: Mapping[str, SizedTask]
     ) -> None:
-        self.tokenizer = open_tokenizer(options, setting)
+        self.tokenizer = open_tokenizer(setting, options.chat)
         self._options = options
         self._key = key
         self._made = tasks
