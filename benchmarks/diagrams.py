@@ -127,8 +127,8 @@ def draw_kernels(figure: Figure) -> None:
     """The pipeline of the kernels by an example of four blocks of two tokens with topk 2, and the backward pass."""
     axes = sheet(figure, 100, 62)
     steps = (
-        (0, "1 Choose", "gate: q · mean key of\neach block, best topk - 1"),
-        (33, "2 Invert", "counting sort: the queries\nthat chose each block"),
+        (0, "1 Select", "gate: q · mean key of\neach block, best topk - 1"),
+        (33, "2 Invert", "counting sort: the queries\nthat selected each block"),
         (60, "3 Attend", "rows of one list, all heads\nof a group, × a block's keys"),
         (86, "4 Combine", "online softmax,\nfixed order"),
     )
@@ -152,7 +152,7 @@ def draw_kernels(figure: Figure) -> None:
         for place, query in enumerate(rows):
             box(axes, (40 + 3.8 * place, 11.2 + 6 * block), (3.8, 3.6), f"q{query}", MOBA)
         if not rows:
-            write(axes, 41, 13 + 6 * block, "not chosen")
+            write(axes, 41, 13 + 6 * block, "not selected")
     arrow(axes, (54, 20.5), (59, 20.5))
     for place, query in enumerate(query for query, selected in SELECTED.items() if selected == 0):
         box(axes, (60, 11 + 3.6 * place), (6, 3.6), f"q{query}", MOBA)

@@ -4,12 +4,17 @@ Figures have a white background of their own, so that they can be read on a dark
 """
 
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+try:
+    import matplotlib as mpl
+except ModuleNotFoundError:
+    print("error: pictures and experiments need matplotlib; type: pip install -e '.[figures]'", file=sys.stderr)
+    sys.exit(2)
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

@@ -177,8 +177,8 @@ def _predict(step: Measured, rates_of: RatesOf, folder: Path) -> StageStep:
         on_gpu = _with(on_gpu, {name: number + again for name, number in passed.items()})
     if step.file in EAGER_LOSS:
         on_gpu = _with(on_gpu, {"compiled_loss_bytes": on_gpu.eager_loss_bytes})
-    attention = attention_times(config.model, stage, stage_documents(run.samples, stage), on_gpu)
     machine = Machine(measured_gpu(step), step.gpus, LINKS, on_gpu)
+    attention = attention_times(config.model, stage, stage_documents(run.samples, stage), machine)
     device = Device(machine.gpu, host_memory=None, is_here=False)
     layout = stage_layout(run.setup, run.memory, stage, sizes, step.gpus, device)
     return predict_step(run.setup, run.memory.optimizer, stage, layout, attention, machine)

@@ -71,7 +71,7 @@ def planned_here(file: Path, overrides: Sequence[str], ranks: int) -> StagePlan:
     gpu = local_gpu()
     device = Device(gpu, local_host_memory(ranks)) if gpu is not None else None
     run = resolve_unchecked(load_config(file, list(overrides))).on(WorldSize(ranks, ranks), device)
-    (stage,) = make_plan(run, make_machine(gpu, ranks, 400.0, None)).stages
+    (stage,) = make_plan(run, make_machine(gpu, ranks, 400.0, None, gpu is not None)).stages
     return stage
 
 

@@ -23,10 +23,9 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import byte_of_weight, mask_prefix
 from moba_train.data.tokenizer import tokenizer_file, tokenizer_hash
 from moba_train.errors import DataError
-from moba_train.tools.chat.control_tokens import decode, encode
 from moba_train.tools.chat.load import Template
 from moba_train.tools.chat.template import Conversation, SplitConversation, TemplateSegment, texts
-from moba_train.tools.text_tokenizer import TextTokenizer, load_text_tokenizer
+from moba_train.tools.text_tokenizer import ChatTokenizer, load_text_tokenizer
 
 MARKER = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<(?:start|end)_of_[a-z]+>|\[/?INST\]")
 """Marks that chat templates write around turns, in the notations of common models."""
@@ -150,7 +149,7 @@ class SftResult:
 
 
 def encode_record(
-    record: TokenRecord | list[TemplateSegment], tokenizer: TextTokenizer, most: int | None = None
+    record: TokenRecord | list[TemplateSegment], tokenizer: ChatTokenizer, most: int | None = None
 ) -> TokenizedConversation:
     """Token ids and loss mask of one record, given as tokens or as the segments of a chat template.
 
@@ -170,7 +169,7 @@ def encode_record(
     ids_by_segment = []
     masks = []
     for segment in record:
-        segment_ids = encode(tokenizer, segment.text)
+        segment_ids = tokenizer.encode(segment.text)
         ids_by_segment.append(segment_ids)
         masks.append(np.full(len(segment_ids), byte_of_weight(segment.weight), dtype=np.uint8))
     ids = np.array(list(itertools.chain(*ids_by_segment)), dtype=np.int64)
@@ -204,7 +203,7 @@ def make_sft_corpus(
     input, no record can be used, or a record cannot be used and `fail_on_error` is set.
     """
     prefixes = corpus_prefixes(output, holdout)
-    tokenizer = load_text_tokenizer(tokenizer_path)
+    tokenizer = ChatTokenizer(load_text_tokenizer(tokenizer_path))
     sha256 = tokenizer_hash(tokenizer_path)
     work = _work_fingerprint(files, sha256, template, holdout, fail_on_error, options)
     bad: list[str] = []
@@ -311,23 +310,23 @@ class _Markers:
         if written:
             self._found |= written - {marker for text in texts(conversation) for marker in MARKER.findall(text)}
 
-    def split(self, tokenizer: TextTokenizer) -> dict[str, int]:
+    def split(self, tokenizer: ChatTokenizer) -> dict[str, int]:
         """Number of tokens of each marker that is not a single token."""
         split = (marker for marker in sorted(self._found) if _single_token(tokenizer, marker) is None)
-        return {marker: len(encode(tokenizer, marker)) for marker in split}
+        return {marker: len(tokenizer.encode(marker)) for marker in split}
 
 
-def _single_token(tokenizer: TextTokenizer, marker: str) -> int | None:
+def _single_token(tokenizer: ChatTokenizer, marker: str) -> int | None:
     """Token id of `marker`, or None if it is several tokens."""
     # Twice, because some tokenizers put a space before every text.
-    once, twice = encode(tokenizer, marker), encode(tokenizer, marker * 2)
+    once, twice = tokenizer.encode(marker), tokenizer.encode(marker * 2)
     token = once[-1]
-    return token if twice == [*once, token] and decode(tokenizer, [token]) == marker else None
+    return token if twice == [*once, token] and tokenizer.decode([token]) == marker else None
 
 
 def _encode_files(
     files: Sequence[str],
-    tokenizer: TextTokenizer,
+    tokenizer: ChatTokenizer,
     template: Template,
     markers: _Markers,
     not_whole: NotWhole,
@@ -363,7 +362,7 @@ def _encode_files(
 
 
 def _encode_samples(
-    samples: Sequence[list[TemplateSegment]], tokenizer: TextTokenizer, most: int | None
+    samples: Sequence[list[TemplateSegment]], tokenizer: ChatTokenizer, most: int | None
 ) -> list[TokenizedConversation]:
     """Token ids and masks of the samples of a conversation, without those of which no answer fits into `most` tokens.
     Raises ValueError where none remains."""

@@ -1,6 +1,5 @@
 """Documents of a corpus as text, with the part that carries loss between marks, and a check of every byte."""
 
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,7 @@ from moba_train.data.indexed import IndexedDataset, corpus_file, outside
 from moba_train.data.loss_mask import LossWeights
 from moba_train.data.tokenizer import TIKTOKEN, tokenizer_hashes
 from moba_train.errors import DataError
-from moba_train.tools.chat.control_tokens import decode
-from moba_train.tools.text_tokenizer import load_text_tokenizer
+from moba_train.tools.text_tokenizer import ChatTokenizer, load_text_tokenizer
 
 
 class Decoder(NamedTuple):
@@ -135,8 +133,8 @@ def load_decoder(tokenizer: str) -> Decoder:
     if tokenizer.startswith(TIKTOKEN):
         encoding = load_tiktoken_encoding(tokenizer.removeprefix(TIKTOKEN))
         return Decoder(encoding.n_vocab, encoding.decode)
-    loaded = load_text_tokenizer(tokenizer)
-    return Decoder(loaded.vocab_size, functools.partial(decode, loaded))
+    loaded = ChatTokenizer(load_text_tokenizer(tokenizer))
+    return Decoder(loaded.vocab_size, loaded.decode)
 
 
 BLOCK_TOKENS = 8 << 20

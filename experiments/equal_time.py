@@ -231,11 +231,11 @@ class EqualTime(Figure):
                     ]
                     named = label.removesuffix(", then full")
                     band(axes, x, above_full, _COLOURS[kind], named, marker="o" if points == 1 else "")
-        for axes, label in zip(panels[:2], ("seconds, by measured rates", "million tokens"), strict=True):
-            axes.set_xlabel(label)
+        for axes, label in zip(panels[:2], ("seconds, by rates", "million tokens"), strict=True):
+            axes.set_xlabel(f"{MAIN.upper()}: {label}")
             axes.set_xlim(left=0)
             zero_line(axes)
-        panels[0].set_ylabel(f"last 2K of {MAIN.upper()}, nats above full's end")
+        panels[0].set_ylabel("nats above full's end")
         if by_length:
             for place, found in enumerate(gaps.values()):
                 if found:

@@ -80,9 +80,9 @@ class Granularity(Figure):
         powers_of_two(right, list(FIXED_KEYS))
         right.set_xlabel("block size; a query sees 1,536 of 8K keys")
         right.set_ylabel("above 512, no convolution, nats")
-        for axes in (left, right):
+        for axes, place in ((left, "lower left"), (right, "lower right")):
             if axes.get_legend_handles_labels()[0]:
-                axes.legend()
+                axes.legend(loc=place)
 
 
 def _arm(

@@ -88,7 +88,7 @@ class Hybrid(Figure):
                 losses = [_smooth(_around(result, side) - _around(full[result["seed"]], side)) for result in own]
                 band(right, first + (SMOOTH - 1) / 2 + np.arange(losses[0].size), losses, colour)
         right.axvline(0, color=INK, lw=0.8, ls=":")
-        left.legend()
+        canvas.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=2)
         for axes, what, x in (
             (left, "loss above full, nats", "position in the context, K tokens"),
             (right, "training loss above full, nats", f"steps from the switch, means of {SMOOTH}"),

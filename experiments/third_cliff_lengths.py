@@ -100,6 +100,8 @@ class ThirdCliffLengths(Figure):
         axes.set_xscale("log", base=2)
         axes.set_xticks([*LENGTHS.values()], [length.upper() for length in LENGTHS])
         axes.set_yscale("log")
+        axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
+        axes.minorticks_off()
         axes.set_xlabel("tokens of a trajectory")
         axes.set_ylabel("loss of the answers, nats")
         axes.legend()

@@ -63,7 +63,7 @@ class TrainedWith(Figure):
             axes.set_xticks(range(len(pairs)), list(pairs))
             axes.set_ylabel(f"{label} above full, nats")
             axes.set_xlabel("parameters")
-        canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
+        canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=2, handlelength=3)
 
 
 def evaluated(result: Result, loss: str, run: str) -> float:

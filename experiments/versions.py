@@ -110,7 +110,7 @@ def _trained(kind: str, size: str, rate: float, tokens: int, seed: int, quick: b
     )
     content = recipe(size, section, *shape)
     content["optim"] = {**content["optim"], "lr": rate * learning_rate(size)}
-    both = {WITH_FULL: ["--attention", "full", "--tasks", "validation_loss"]}
+    both = {WITH_FULL: ["attention.default=full", "--tasks", "validation_loss"]}
     return Arm(f"{kind}-{size}-x{rate:g}", seed, content, {} if kind == "full" else both)
 
 

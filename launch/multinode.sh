@@ -14,7 +14,6 @@
 # `python -m moba_train.train --help` lists the other arguments, such as --stop-at-step.
 #
 # SIGTERM and Ctrl-C on one node stop all of them in order, with a checkpoint: docs/how-to/resume.md, "How a run is stopped".
-# The other nodes' launchers may then wait 300 s for that node's, which has ended; signal all nodes to avoid it.
 # Exits with 0, or with the code of this node's ranks, which docs/reference/exit-codes.md lists.
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 [ "${1:-}" != --help ] || { usage; exit; }
@@ -41,8 +40,7 @@ elif [[ $recipe != -* ]]; then
 fi
 shift
 FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-gpus=${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}
 exec "$PYTHON" -m moba_train.tools.launch.torchrun \
-    --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus" \
+    --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" ${GPUS:+--nproc-per-node "$GPUS"} \
     --master-addr "${MASTER:-localhost}" --master-port "${PORT:-29500}" --max-restarts "${RESTARTS:-3}" \
     -m moba_train.train "$recipe" "$@"

@@ -7,8 +7,8 @@ of this package and keeps its traceback.
 A rank prints the message once, and next to nothing after it. torchrun, another process, would add two lines for each
 rank and a table of their exit codes; `tools/launch/torchrun.py` leaves these out where the exit code says that a rank
 has told what is wrong. Plain torchrun cannot be quieted: there each rank leaves the message in the file from which
-torchrun fills its table, whose last lines it becomes. Where the recipe is wrong, a restart cannot help: the rank leaves
-a file behind, and restarted ranks end at once. Imports nothing heavy.
+torchrun fills its table, whose last lines it becomes. A run that is refused before it trains is refused again by a
+restart: the rank leaves a file in torchrun's folder, and restarted ranks end at once. Imports nothing heavy.
 """
 
 import json
@@ -99,11 +99,17 @@ class CommunicationError(UserError):
 class EndedElsewhereError(UserError):
     """Another rank has ended the run with an error of the user's, which it reports; this rank waited for it."""
 
-    said_elsewhere = True
+    said_elsewhere: bool | None = True
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int, rank: int | None = None) -> None:
+        """rank: the other one, if it has not joined: the first rank of each node then reports it."""
         self.exit_code = code
-        super().__init__(f"another rank has ended the run with exit code {code}")
+        text = f"has ended the run with exit code {code}"
+        if rank is None:
+            super().__init__(f"another rank {text}")
+        else:
+            self.said_elsewhere = None
+            super().__init__(f"rank {rank} {text}; the output of its node says why")
 
 
 class TrainingError(UserError):
@@ -123,14 +129,15 @@ class SuspectNodeError(TrainingError):
     exit_code = 75  # EX_TEMPFAIL
 
 
-REFUSED_FILE = "MOBA_TRAIN_REFUSED_FILE"
-"""Environment variable: file into which a rank writes its exit code when another start would fail as well."""
+LAUNCHER_FOLDER = "MOBA_TRAIN_LAUNCHER_FOLDER"
+"""Environment variable: our launcher's folder of this start of the ranks."""
 
 OWN_CODES = frozenset({UserError.exit_code, ReproducibleFaultError.exit_code, BrokenNodeError.exit_code})
 """Exit codes of ranks that have told, in words, why they ended."""
 
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""torchrun's environment variable: file from which it reads why a rank failed."""
+"""torchrun's environment variable: file from which it reads why a rank failed, `attempt_0/3/error.json` for rank 3 of
+the node, in a folder of all its starts of ranks."""
 
 
 def print_error(error: UserError) -> None:
@@ -138,8 +145,7 @@ def print_error(error: UserError) -> None:
 
     Before the ranks have joined, all ranks of a node find the same error, and the first one prints it.
     """
-    notes = [note for note in getattr(error, "__notes__", ()) if note.removeprefix("in ") not in str(error)]
-    text = "\n".join([f"error: {error}", *notes])
+    text = _full_text(error)
     _tell_torchrun(text)
     rank = int(os.environ.get("RANK", 0))
     said = os.environ.get("LOCAL_RANK", "0") != "0" if error.said_elsewhere is None else error.said_elsewhere
@@ -149,27 +155,41 @@ def print_error(error: UserError) -> None:
     print(where + text, file=sys.stderr, flush=True)
 
 
+def _full_text(error: UserError) -> str:
+    notes = [note for note in getattr(error, "__notes__", ()) if note.removeprefix("in ") not in str(error)]
+    return "\n".join([f"error: {error}", *notes])
+
+
 def _tell_torchrun(text: str) -> None:
     """Make `text` what plain torchrun's report names as this rank's failure.
 
-    Ranks that print nothing also do it: torchrun ends its report with the rank that failed first. The launcher
+    Ranks that print nothing also do it: torchrun ends its report with the rank that failed first. Our launcher
     (`tools/launch/torchrun.py`) needs no such file, and torchrun in it would log that it cannot be copied.
     """
-    if TORCHRUN_ERROR_FILE in os.environ and REFUSED_FILE not in os.environ:
+    if TORCHRUN_ERROR_FILE in os.environ and LAUNCHER_FOLDER not in os.environ:
         content = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with suppress(OSError):
             Path(os.environ[TORCHRUN_ERROR_FILE]).write_text(json.dumps(content))
 
 
-def refuse(code: int) -> int:
-    """Tell the launcher that starting again leads nowhere. Returns `code`, the exit code of this rank."""
-    if REFUSED_FILE in os.environ:
-        with suppress(OSError):
-            Path(os.environ[REFUSED_FILE]).write_text(str(code))
-    return code
+def refuse(error: UserError) -> int:
+    """Note for the ranks that torchrun starts next on this node that they would fail as well. Returns the exit code."""
+    with suppress(OSError, LookupError):
+        _refusal().write_text(f"{error.exit_code}\n{_full_text(error)}")
+    return error.exit_code
 
 
 def leave_if_refused() -> None:
     """End this process at once, silently, if a start before it was refused."""
-    with suppress(OSError, KeyError, ValueError):
-        sys.exit(int(Path(os.environ[REFUSED_FILE]).read_text()))
+    with suppress(OSError, LookupError, ValueError):
+        code, _, text = _refusal().read_text().partition("\n")
+        _tell_torchrun(text)
+        sys.exit(int(code))
+
+
+def _refusal() -> Path:
+    """The file of `refuse`. Raises LookupError without torchrun, or where its folder is not as expected."""
+    attempt = Path(os.environ[TORCHRUN_ERROR_FILE]).parents[1]
+    if not attempt.name.startswith("attempt_"):
+        raise LookupError(attempt)
+    return attempt.with_name("moba_train_refused")

@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
 """
 
-from moba_train.errors import leave_if_refused, print_error, refuse
+from moba_train.errors import leave_if_refused, print_error
 from moba_train.run.stop import (
     BEFORE_TRAINING,
     StoppedBeforeTrainingError,
@@ -31,12 +31,12 @@ from typing import NoReturn
 
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.mesh import WorldSize
-from moba_train.errors import LaunchError, UserError, named_ranks
+from moba_train.errors import CommunicationError, LaunchError, UserError, named_ranks
 from moba_train.health.watch import stalls_folder
 from moba_train.memory.devices import local_device, weakest
 from moba_train.parallel.failures import end_with_launcher, was_waiting
 from moba_train.parallel.run_lock import run_folder_lock
-from moba_train.parallel.world import World, any_rank, gather_over_ranks, joined_world
+from moba_train.parallel.world import World, any_rank, gather_over_ranks, joined_world, refuse_everywhere
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import ResolvedRun
 from moba_train.resolve.warnings import print_recipe_warnings
@@ -97,7 +97,7 @@ def _run(arguments: list[str] | None, stop: StopRequest) -> int:
             run = resolve(config, size, device, check_files=True)
         except UserError as error:
             print_error(error)
-            return refuse(error.exit_code)
+            return refuse_everywhere(error)
         stalls = stalls_folder(Path(config.run_dir))
         timeout = timedelta(seconds=config.parallel.timeout)
         with deterministic(config.deterministic), joined_world(timeout, stalls) as world:
@@ -117,7 +117,9 @@ def _run(arguments: list[str] | None, stop: StopRequest) -> int:
     except UserError as error:
         stop.failed()
         print_error(error)
-        return error.exit_code
+        if stop.training or isinstance(error, CommunicationError):
+            return error.exit_code
+        return refuse_everywhere(error)  # of the set-up: of the same files, by the same recipe
     return 0
 
 

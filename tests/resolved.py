@@ -64,10 +64,11 @@ def plan_of(
     gpu_bytes: float | None = None,
     documents: Sequence[Documents] | None = None,
     host_bytes: float | None = None,
+    full_by_torch: bool = False,
 ) -> "Plan":
     """The plan of a recipe, not checked, on GPUs with this memory (None: not known) and the rates of an H200.
 
-    host_bytes: host memory for the tensors of each GPU; None: not known
+    host_bytes: host memory for the tensors of each GPU; None: not known; full_by_torch: see `Machine`
 
     Skips the test where the core is alone.
     """
@@ -79,7 +80,8 @@ def plan_of(
     if gpu_bytes is not None or host_bytes is not None:
         device = _Device(Gpu("a GPU", None, gpu_bytes or float("inf")), host_bytes)
     run = resolve_unchecked(config).on(WorldSize(ranks, ranks_per_node), device)
-    return make_plan(run, make_machine(H200, ranks_per_node, 400.0, None), documents)
+    machine = make_machine(H200, ranks_per_node, 400.0, None)._replace(full_by_torch=full_by_torch)
+    return make_plan(run, machine, documents)
 
 
 class _Device(Device):

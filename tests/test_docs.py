@@ -268,22 +268,6 @@ def test_durability_has_the_measured_stall() -> None:
         assert claim in text, claim
 
 
-def test_sft_says_what_the_experiment_was_that_it_withdraws() -> None:
-    found = results("sft-layers-h200.json")
-    told = " ".join((ROOT / "benchmarks" / "measured" / "fine-tuning.md").read_text().split())
-    on_answers = {entry["full_layers"]: entry for entry in found["summary"] if entry["loss_on"] == "answers"}
-    for layers in ("none", "last:4", "all"):
-        loss, error = on_answers[layers]["loss"], on_answers[layers]["loss_error"]
-        digits = 2 if loss > 0.1 else 3
-        assert f"{loss:.{digits}f} ± {error:.{digits}f}" in told
-    runs = [run for run in found["runs"] if (run["full_layers"], run["loss_on"]) == ("none", "answers")]
-    before = [f"{100 * run['curve'][0][2]:.0f}" for run in sorted(runs, key=lambda run: run["seed"])]
-    assert f"It answered {before[0]}, {before[1]} and {before[2]} %" in told
-    for seed in (0, 2):
-        with_one = max(recall for _, recall in found["bases"][seed]["one_full_layer"])
-        assert f"from {before[seed]} to {100 * with_one:.0f} %" in told
-
-
 def test_the_extended_model_has_its_measured_losses() -> None:
     told = {row[0]: row[1:] for row in rows("benchmarks/measured/extension.md")}
     names = {"as trained": "the model as it was published", "full": "RoPE raised, full attention"}

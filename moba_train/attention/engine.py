@@ -38,10 +38,8 @@ class OperatorEngine(Engine, Handled):
         self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout, *sink: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Attention of the given queries, differentiable in q, k, v, of one floating dtype, and the sink; K divides H.
-
-        `lse` is the natural logarithm, without gradient; both results are contiguous. No gradient flows through
-        `summarize` and `select`; second derivatives are a NotImplementedError.
-        """
+        `lse`, the natural logarithm, `summarize` and `select` have no gradient; both results are contiguous; second
+        derivatives are a NotImplementedError."""
         assert layout.is_whole, "the layout of the whole packed sequence is needed, not that of a part"
         where = layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total, None
         handles = attention.handle, self.handle

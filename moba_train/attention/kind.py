@@ -19,8 +19,10 @@ from moba_train.attention.engine import Engine
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import LocalAttention
 from moba_train.attention.statistics import SOFTMAX
+from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
+from moba_train.registry import ATTENTION_KINDS
 
 
 class LayerInput(NamedTuple):
@@ -167,13 +169,21 @@ class AttentionKind(ABC):
         (DTensors, of which all ranks ask for the whole). None, the default: the initial values stay."""
         return None
 
+    @classmethod
+    def full_attention(cls, options: Any, keep_windows: bool = False) -> LayerAttention | None:
+        """Full attention on the same weights: the same softmax, with this kind's scale, cap and parameters, over every
+        earlier key; with `keep_windows` those of a window. None: there is none. The default is kind `full`, and the
+        kind itself if it has no softmax."""
+        if cls.projects(options) or not SOFTMAX.keys() <= cls.statistics.keys():
+            return LayerAttention(cls.name, options)
+        return None if issubclass(cls, TwoSublayers) else LayerAttention("full", ATTENTION_KINDS["full"].Options())
+
     def mix(self, layer: LayerInput, parameters: Any) -> tuple[Tensor, Tensor | None]:
         """The layer's output before its output projection, [T, H, d], and the auxiliary loss of each token or None;
-        `parameters`: the layer's own, which `parameters` made.
+        `parameters`: the layer's own, which `parameters` made. The default is one engine call on rotated q and k.
 
         The auxiliary loss, float32 [T] in nats, is weighted and normalised like the loss: by the weights of the tokens
-        that carry loss, over their sum. The default is one engine call on rotated queries and keys.
-        """
+        that carry loss, over their sum."""
         (attention,) = self.attentions
         rotated = layer.rotate(layer.q_THd), layer.rotate(layer.k_TKd)
         return layer.engine(*rotated, layer.v_TKd, attention, layer.layout, *layer.sink)[0], None

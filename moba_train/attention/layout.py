@@ -37,11 +37,9 @@ def join_ascending(ranges: Iterable[tuple[int, int]]) -> TokenRanges:
     """`joined_ranges` of ascending ranges. Takes sizes that torch.compile traces as symbols, which it cannot sort."""
     joined: list[TokenRange] = []
     for start, stop in ranges:
-        if start == stop:
-            continue
         if joined and joined[-1].stop == start:
             joined[-1] = TokenRange(joined[-1].start, stop)
-        else:
+        elif start != stop:
             joined.append(TokenRange(start, stop))
     return tuple(joined)
 
@@ -104,9 +102,8 @@ class Layout:
 
     def part(self, q_ranges: TokenRanges | None, k_ranges: TokenRanges | None) -> "Layout":
         """The layout of these queries and keys of the sequence; equal ranges give one object, with its cache."""
-        return self.cached(
-            ("part", q_ranges, k_ranges), lambda: replace(self, q_ranges=q_ranges, k_ranges=k_ranges, _cache={})
-        )
+        key = "part", q_ranges, k_ranges
+        return self.cached(key, lambda: replace(self, q_ranges=q_ranges, k_ranges=k_ranges, _cache={}))
 
     @cached_property
     def q_tokens(self) -> Tensor:

@@ -82,9 +82,8 @@ def show(engine: Any, out_THD: Tensor, lse_HT: Tensor, *call: Any) -> None:
 
 def statistics_observer(engine: Any) -> StatisticsObserver | None:
     """The watch among the observers, to which kinds report; None if there is none, and in compiled code."""
-    if torch.compiler.is_compiling():
-        return None
-    return next((observer for observer in engine.observers if isinstance(observer, StatisticsObserver)), None)
+    observers = () if torch.compiler.is_compiling() else engine.observers
+    return next((observer for observer in observers if isinstance(observer, StatisticsObserver)), None)
 
 
 SomeObserver = TypeVar("SomeObserver", bound=Observer)

@@ -6,8 +6,7 @@ given tensors whose last dimension is contiguous, on the current device, and com
 its results come back contiguous.
 
 torch.compile keeps operators whole, and activation checkpointing can keep their results: a recomputed forward pass then
-uses the saved selection, as near-ties could fall differently, and repeats no communication (`SAVED_OPERATORS`,
-parallel/fsdp.py). If nothing of the kind is at work, the functions behind the operators are called at once.
+uses the saved selection, as near-ties could fall differently, and repeats no communication (`SAVED_OPERATORS`).
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width, C selected blocks.
 """

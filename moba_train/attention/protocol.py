@@ -76,8 +76,6 @@ class AttentionFacts(NamedTuple):
     given all keys at once, and `attend_backward` ignores the state's `out` and `lse`."""
     exchange: Any = None
     """Its own exchange of few keys between ranks, as `mechanisms/window_edges.py` has it; None: the transport's."""
-    decodes_full: bool = True
-    """True if it is full attention once it selects everything, so that `decode: full` may replace it for new tokens."""
 
 
 class LocalAttention(Handled, ABC):

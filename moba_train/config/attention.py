@@ -67,6 +67,11 @@ class LayerAttention:
     kind: str
     options: Section
 
+    def full(self, keep_windows: bool = False) -> "LayerAttention | None":
+        """Full attention on the same weights (`AttentionKind.full_attention`)."""
+        found: LayerAttention | None = ATTENTION_KINDS[self.kind].full_attention(self.options, keep_windows)
+        return found
+
 
 def merge_attention(base: AttentionConfig, over: AttentionConfig | None) -> AttentionConfig:
     """`over` laid on `base`: only keys that `over` sets explicitly win, one level into each kind's options."""

@@ -17,16 +17,13 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
-from moba_train.attention.full import FullAttention
-from moba_train.attention.kind import AttentionKind
-from moba_train.attention.registry import KINDS
-from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.stages import Stage
 from moba_train.data.samples import StageData
+from moba_train.errors import UserError
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
@@ -44,35 +41,44 @@ def name_of(layers: Layers) -> str:
     return "+".join(sorted({layer.kind for layer in layers} - {"full"})) or "full"
 
 
-def may_be_full(kind: type[AttentionKind], options: Any) -> bool:
-    """True if full attention may take the kind's place on the same weights: it is a softmax of the layer's scores."""
-    return SOFTMAX.keys() <= kind.statistics.keys() and not kind.projects(options)
+def full_attention(layers: Layers, keep_windows: bool = False) -> Layers | None:
+    """Full attention on the same weights (`AttentionKind.full_attention`); None if there is none in some layer."""
+    found = [layer.full(keep_windows) for layer in layers]
+    full = tuple(layer for layer in found if layer is not None)
+    return full if len(full) == len(found) else None
 
 
-def full_attention(layer: LayerAttention) -> LayerAttention:
-    """Full attention for a layer that may have it; another one keeps its own."""
-    is_free = may_be_full(KINDS[layer.kind], layer.options)
-    return LayerAttention("full", FullAttention.Options()) if is_free else layer
+def without_full(layers: Layers) -> str:
+    """Sentence about those of these layers that have no full attention on the same weights; empty: all have one."""
+    kinds = {layer.kind for layer in layers if layer.full() is None}
+    return f"layers of {', '.join(sorted(kinds))} have no full attention on the same weights" if kinds else ""
 
 
 def with_full(layers: Layers) -> dict[str, Layers]:
-    """These layers by their name and, unless all of them have full attention, full attention in every layer that may
-    have it."""
-    full = tuple(full_attention(layer) for layer in layers)
-    return {name_of(layers): layers} | ({"full": full} if name_of(layers) != "full" else {})
+    """These layers by their name and, if there is one and it differs, full attention on the same weights."""
+    found = {name_of(layers): layers}
+    full = full_attention(layers)
+    if full is not None and full != layers:
+        found.setdefault("full", full)
+    return found
 
 
 def variants(stage: Layers, recipe: Layers, wanted: Literal["full", "own", "both"]) -> dict[str, Layers]:
     """Attentions that a checkpoint is evaluated with, by name.
 
     `own` is the attention of the checkpoint's `stage`. If all layers have full attention there, it is that of the
-    `recipe`, which may also be `full`.
+    `recipe`, which may also be `full`; `both` is `own` alone where full attention is none or the same. Raises UserError
+    for `full` of kinds that have none.
     """
     own = recipe if name_of(stage) == "full" else stage
     found = with_full(own)
+    if own is not stage:
+        found.setdefault("full", stage)
+    if wanted == "full" and "full" not in found and (lacking := without_full(own)):
+        raise UserError(f"--attention: given full, but {lacking}; allowed: own, or kind full by attention.default=full")
     if wanted == "both":
         return found
-    name = name_of(own) if wanted == "own" else "full"
+    name = "full" if wanted == "full" and "full" in found else name_of(own)
     return {name: found[name]}
 
 

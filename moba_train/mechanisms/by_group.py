@@ -33,9 +33,11 @@ from moba_train.attention.kind import (
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import LocalAttention
 from moba_train.attention.shard import Shard, ShardPlace, States, attends_to_all, own_rows, padded
+from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.explain import explain
 from moba_train.config.model import ModelConfig
+from moba_train.model.build import attention_of_new_tokens
 from moba_train.registry import ATTENTION_KINDS
 
 
@@ -73,8 +75,8 @@ class Part(Section):
         return {**given, "options": options}
 
 
-class _PartStates(States):
-    """A part's states while tokens are generated: those of the layer whose names begin with the part's."""
+class _NamedStates(States):
+    """States while tokens are generated: those of the layer whose names begin with this one."""
 
     def __init__(self, states: States, name: str) -> None:
         self._states = states
@@ -87,15 +89,15 @@ class _PartStates(States):
         self._states[self._prefix + name] = states_Bx
 
 
-class _PartShard(Shard):
-    """A part's shard: what it gathers and its states have names of their own."""
+class NamedShard(Shard):
+    """A shard for a part of a layer: what it gathers and its states have names of their own."""
 
     def __init__(self, shard: Shard, name: str) -> None:
         self._shard = shard
         self._name = name
         self.generation = given = shard.generation
         if given is not None:
-            self.generation = given._replace(states=_PartStates(given.states, name))
+            self.generation = given._replace(states=_NamedStates(given.states, name))
 
     @property
     def layout(self) -> Layout:
@@ -120,7 +122,8 @@ class _PartShard(Shard):
 class _PartEngine(Engine):
     """A part's engine: it gathers keys and attends by itself, as an engine exchanges the keys of a whole layer."""
 
-    def __init__(self, engine: Engine, name: str, full: LocalAttention) -> None:
+    def __init__(self, engine: Engine, name: str, full: LocalAttention | None) -> None:
+        """`full`: `attention_of_new_tokens`."""
         self._engine = engine
         self._name = name
         self._full = full
@@ -131,14 +134,14 @@ class _PartEngine(Engine):
     ) -> tuple[Tensor, Tensor]:
         assert not sink, "no kind that takes sinks is given one here"
         shard = self.shard(layout)
-        if attends_to_all(shard) and attention.facts.decodes_full:
-            attention = self._full
+        if attends_to_all(shard):
+            attention = self._full or attention
         k_TKD, v_TKD = (shard.gather(name, own_rows(x, shard)) for name, x in (("k", k_LKD), ("v", v_LKD)))
         out_nHD, lse_Hn = shard.attend(own_rows(q_LHD, shard), k_TKD, v_TKD, attention)
         return padded(out_nHD, len(q_LHD)), F.pad(lse_Hn, (0, len(q_LHD) - len(out_nHD)))
 
     def shard(self, layout: Layout) -> Shard:
-        return _PartShard(self._engine.shard(layout), self._name)
+        return NamedShard(self._engine.shard(layout), self._name)
 
 
 class _PartModules(nn.ModuleDict):
@@ -222,7 +225,7 @@ class ByGroupKind(AttentionKind):
         self._named = {part.kind: part.groups for part in options.parts}
         self._kinds = {part.kind: _kind_of(part, head_dim) for part in options.complete(0)}
         self._kinds.setdefault("full", ATTENTION_KINDS["full"](ATTENTION_KINDS["full"].Options(), head_dim))
-        self._full = self._kinds["full"].attentions
+        self._full = {name: attention_of_new_tokens(kind) for name, kind in self._kinds.items()}
         facts = [kind.facts for kind in self._kinds.values()]
         self.facts = KindFacts(
             not_exported=frozenset(),
@@ -276,6 +279,19 @@ class ByGroupKind(AttentionKind):
         values: Tensor | None = ATTENTION_KINDS[kind].derived_values(own, shape, _part_model(model, part), heads)
         return values
 
+    @classmethod
+    def full_attention(cls, options: Options, keep_windows: bool = False) -> LayerAttention | None:
+        """That of each part; kind `full` if none is left that differs from it."""
+        found = {part.groups: LayerAttention(part.kind, part.options).full(keep_windows) for part in options.parts}
+        parts = tuple(
+            Part(groups=groups, kind=full.kind, options=full.options)
+            for groups, full in found.items()
+            if full is not None and full.kind != "full"
+        )
+        if None in found.values():
+            return None
+        return LayerAttention(cls.name, cls.Options(parts=parts)) if parts else super().full_attention(options)
+
     def mix(self, layer: LayerInput, parameters: nn.ModuleDict | None) -> tuple[Tensor, Tensor | None]:
         """The outputs of the parts, each where its heads are; the sum of their auxiliary losses."""
         kv_heads = layer.k_TKd.shape[1]
@@ -289,7 +305,7 @@ class ByGroupKind(AttentionKind):
                 q_THd=q_TGd,
                 k_TKd=layer.k_TKd[:, groups],
                 v_TKd=layer.v_TKd[:, groups],
-                engine=_PartEngine(layer.engine, kind, *self._full),
+                engine=_PartEngine(layer.engine, kind, self._full[kind]),
                 sink=(),
             )
             own = parameters[kind] if parameters is not None and kind in parameters else None

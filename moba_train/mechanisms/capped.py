@@ -8,6 +8,7 @@ several times as long as full attention's kernels.
 from pydantic import Field
 
 from moba_train.attention.kind import AttentionKind, KindFacts
+from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Length, Section
 from moba_train.mechanisms.window import WindowAttention, WindowKind
 
@@ -29,6 +30,11 @@ class CappedKind(WindowKind):
         window: Length | None = Field(
             None, description="last tokens of its document that a query attends to, its own included; null: all"
         )
+
+    @classmethod
+    def full_attention(cls, options: Options, keep_windows: bool = False) -> LayerAttention:
+        """Capped scores of every earlier key, or itself."""
+        return LayerAttention(cls.name, options if keep_windows else options.model_copy(update={"window": None}))
 
     def __init__(self, options: Options, head_dim: int) -> None:
         AttentionKind.__init__(self, options, head_dim)

@@ -30,12 +30,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moba_train.attention.full.full_kind import KindAround
-from moba_train.attention.kind import AttentionKind, LayerInput, TwoSublayers
-from moba_train.attention.registry import KINDS
+from moba_train.attention.kind import AttentionKind, LayerInput
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.schema import RunConfig
-from moba_train.evals.evaluation import full_attention
+from moba_train.evals.evaluation import Layers, without_full
 from moba_train.mechanisms.by_group import ByGroupKind
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate
 from moba_train.model.build import build_attention
@@ -55,8 +54,7 @@ class DistillOptions(Section):
     teacher: Literal["full", "full_and_windows", "base"] = Field(
         "full",
         description="the same step's weights, with full attention in all layers that have a softmax; full_and_windows: "
-        "layers of kind window keep theirs, as in models that have both; base: full attention on the weights without "
-        "adapters",
+        "windows stay, as in models that have both; base: full attention on the weights without adapters",
     )
     on: Literal["logits", "attention"] = Field(
         "logits",
@@ -81,8 +79,7 @@ class DistillOptions(Section):
 
     def teacher_of(self, layer: LayerAttention) -> LayerAttention:
         """The teacher's attention in a layer with this one."""
-        is_window = layer.kind == "window" and self.teacher == "full_and_windows"
-        return layer if is_window else full_attention(layer)
+        return layer.full(keep_windows=self.teacher == "full_and_windows") or layer  # `problems` refuses None
 
 
 class Distillation(Objective):
@@ -106,8 +103,11 @@ class Distillation(Objective):
         """That of steps with full attention."""
 
     @classmethod
-    def problems(cls, options: DistillOptions, config: RunConfig) -> list[str]:
-        """A pipeline, outputs of attention whose heads are on several ranks, and a base without adapters."""
+    def problems(cls, options: DistillOptions, config: RunConfig, attention: Layers) -> list[str]:
+        """Layers without a teacher, a pipeline, outputs of attention whose heads are on several ranks, and a base
+        without adapters."""
+        if lacking := without_full(attention):
+            return [f": given, but {lacking}, from which it would learn; allowed: other kinds"]
         parallel = config.parallel
         if parallel.pp > 1:
             return [f": given with parallel.pp {parallel.pp}; allowed: with pp 1"]
@@ -126,8 +126,7 @@ class Distillation(Objective):
         if options.on == "logits":
             return ObjectiveCosts(share, tuple(teachers), logit_peak=16, logit_traffic=130)
         learning = tuple(
-            teacher if teacher.kind != layer.kind and not issubclass(KINDS[layer.kind], TwoSublayers) else None
-            for layer, teacher in zip(attention, teachers, strict=True)
+            None if teacher == layer else teacher for layer, teacher in zip(attention, teachers, strict=True)
         )
         return ObjectiveCosts(share, learning, kept_bytes=4)
 
@@ -207,7 +206,7 @@ class Distillation(Objective):
         """The teacher's attention in a layer of this kind."""
         own = LayerAttention(kind.name, kind.options)
         teacher = self._options.teacher_of(own)
-        return kind if teacher is own else build_attention([teacher], kind.head_dim)[0]
+        return kind if teacher == own else build_attention([teacher], kind.head_dim)[0]
 
     def _full_step(self, kind: AttentionKind) -> AttentionKind:
         """The teacher's attention; a gate with a warm-up learns from it."""
@@ -219,12 +218,11 @@ class Distillation(Objective):
 
     def _others(self, own: Sequence[AttentionKind]) -> list[AttentionKind]:
         """Kinds of a step that distils: the teacher's or, on attention, the own ones, of which those that differ from
-        the teacher's and have one sublayer learn its output."""
+        the teacher's learn its output."""
         teacher = _each(own, self._teacher)
         if self._options.on == "logits":
             return teacher
-        differs = {kind for kind, other in zip(own, teacher, strict=True) if kind.name != other.name}
-        learning = differs - {kind for kind in own if isinstance(kind, TwoSublayers)}
+        learning = {kind for kind, other in zip(own, teacher, strict=True) if kind is not other}
         factor = self._options.weight / max(1, sum(kind in learning for kind in own))
         return _each(own, lambda kind: ComparedKind(kind, self._teacher(kind), factor) if kind in learning else kind)
 
@@ -255,7 +253,7 @@ class ComparedKind(KindAround):
         """The own output, and the own auxiliary loss with the error, of each token."""
         out_THd, auxiliary_T = self.own.mix(layer, parameters)
         with torch.no_grad():
-            target_THd = self._teacher.mix(layer, None)[0].float()
+            target_THd = self._teacher.mix(layer, parameters)[0].float()
         error_T = (out_THd.float() - target_THd).square().sum((1, 2))
         # A padding token's values may be 0.
         error_T = self._factor * error_T / target_THd.square().sum((1, 2)).clamp(min=1e-12)

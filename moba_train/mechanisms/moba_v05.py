@@ -66,10 +66,6 @@ class CrossAttention(nn.Module):
 class OwnSegment(MobaAttention):
     """Causal attention inside the query's own segment, also for new tokens."""
 
-    def __init__(self, options: MobaAttention.Options, head_dim: int, *, section: str) -> None:
-        super().__init__(options, head_dim, section=section)
-        self.facts = self.facts._replace(decodes_full=False)
-
     def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
         """Nothing: the description of the earlier segments counts the own ones."""
         return Statistics()

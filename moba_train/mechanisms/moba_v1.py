@@ -36,6 +36,7 @@ from moba_train.attention.moba.gate import gate_scores
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
+from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit, OffersUnits
@@ -145,7 +146,7 @@ class SummedMoba(MobaAttention, OffersUnits):
             raise ValueError(f"{section}.backend: 'triton' given, {NO_TRITON_SUMS}")
         self.gated = gated
         self.own = own
-        self.facts = self.facts._replace(merges=False, decodes_full=False)
+        self.facts = self.facts._replace(merges=False)
 
     @property
     def by_unit(self) -> SummedByUnit:
@@ -301,6 +302,12 @@ class MobaV1Kind(MobaKind):
             yield f"backend: given 'triton' {context.layers} with merge: {options.merge}, {NO_TRITON_SUMS}"
             options = options.model_copy(update={"backend": "auto"})
         yield from super().problems(options, context)
+
+    @classmethod
+    def full_attention(cls, options: Section, keep_windows: bool = False) -> LayerAttention | None:
+        """That of MoBA; none of blocks that have a softmax each."""
+        assert isinstance(options, MobaV1Kind.Options)
+        return super().full_attention(options) if options.merge == "softmax" else None
 
     def _attention(self) -> MobaAttention:
         merge = self.options.merge

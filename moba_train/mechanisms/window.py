@@ -11,7 +11,7 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -38,6 +38,7 @@ from moba_train.attention.protocol import (
     Selection,
     head_parts,
 )
+from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms import window_sinks
@@ -149,9 +150,8 @@ class WindowAttention(LocalAttention):
         fastest that can run."""
         self.window = window
         self.sinks = sinks
-        # Published models with windows are other models without them, also where they generate.
         exchange = None if sinks else WindowExchange(window)
-        self.facts = AttentionFacts(work_grows=False, exchange=exchange, decodes_full=False)
+        self.facts = AttentionFacts(work_grows=False, exchange=exchange)
         self.scale = head_dim**-0.5
         self.backend = backend
         self.cap = cap
@@ -289,6 +289,11 @@ class WindowKind(AttentionKind):
         self.window = options.window
         self.sinks = options.sinks
         self.attentions = (WindowAttention(options.window, head_dim, options.backend, options.sinks),)
+
+    @classmethod
+    def full_attention(cls, options: Any, keep_windows: bool = False) -> LayerAttention | None:
+        """Kind `full`, or itself: models with windows are other models without them."""
+        return LayerAttention(cls.name, options) if keep_windows else super().full_attention(options)
 
     def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Those of full attention inside the window, then a window for each token, and the sinks behind it."""

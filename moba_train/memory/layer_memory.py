@@ -54,9 +54,9 @@ def block_bytes(
 
     A block that is not recomputed keeps the inputs of its norms and of the projections behind them (4 D, or 6 D with
     norms on both sides; every rank of a tp group holds the gathered inputs of the projections), rotated queries and
-    keys, values and the attention's output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of
-    the SwiGLU. A compiled block recomputes one of these four: 4.00 GiB less were measured on 16 layers
-    (benchmarks/results/training-1b-h200.json).
+    keys, values and the attention's output (and the queries and keys before qk_norm, with its fp32 scales), the fp32
+    LSE, and four tensors of the SwiGLU. A compiled block recomputes one of these four: 4.00 GiB less were measured on
+    16 layers (benchmarks/results/training-1b-h200.json).
     Inputs of projections take `input_width` bytes an element; that of the output projection, which attention keeps for
     itself, as many as the compute dtype has. In FP8 5.5 GiB less are predicted on 32 layers, 5.8 were measured; with a
     scale for each row 11.0 and 10.9 (benchmarks/results/training-8b-h200-x2.json).
@@ -67,7 +67,8 @@ def block_bytes(
     lse = 4 * model.heads
     heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
     normed = hidden * (2 if model.norms == "both" else 1)
-    attention = width * (normed + heads) + input_width * tp * hidden + lse
+    scales = {False: 0, True: model.heads + model.kv_heads, "all_heads": 2}[model.qk_norm]
+    attention = width * (normed + heads) + input_width * tp * hidden + lse + 4 * scales
     fed = feed_forward_costs(model, layer)
     feed_forward = width * (normed + (2 if compiled else 4 if fed.copies else 3) * fed.width + tp * fed.copies * hidden)
     feed_forward += input_width * (tp * hidden + fed.width)

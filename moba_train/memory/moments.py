@@ -64,13 +64,13 @@ MEMORY_PARTS = ("parameters", "optimizer", "gradients", "unsharded", "activation
 """Fields of `Memory` that are bytes on the GPU, in the order to print."""
 
 
-def bytes_per_logit(computation: Computation) -> int:
+def bytes_per_logit(computation: Computation, is_capped: bool = False) -> int:
     """Bytes for each logit of a chunk at the loss's peak.
 
-    Log-softmax, its gradient and that of the logits, float32 (benchmarks/loss_memory.py); compiled, the logits and
-    their gradient in the compute dtype, to 1 % (benchmarks/results/loss-compare-h200.json).
+    Log-softmax, its gradient and that of the logits, float32 (benchmarks/loss_memory.py), and the tanh of a cap;
+    compiled, the logits and their gradient in the compute dtype, to 1 % (benchmarks/results/loss-compare-h200.json).
     """
-    return 2 * computation.width if computation.compiled else 12
+    return 2 * computation.width if computation.compiled else 16 if is_capped else 12
 
 
 class _Gradients(NamedTuple):
@@ -211,7 +211,8 @@ class RankMoments:
         own = self._logit_peak * min(complete, rows_here)
         rows = min(complete, rows_here)
         rows = filled_rows(rows) if self._computation.compiled else rows
-        logits = max(own, bytes_per_logit(self._computation) * rows) * self._model.vocab_size
+        logits = max(own, bytes_per_logit(self._computation, self._model.logits_cap is not None) * rows)
+        logits *= self._model.vocab_size
         chunk = logits + 2 * min(rows, rows_here) * self._width * self._model.hidden_size
         # Their gradients, whose sums over chunks are scaled.
         hidden, weight = self._memory.hidden, self._weights.head if self._weights.trained.ends else 0

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.observer import Observer
+from moba_train.attention.protocol import LocalAttention
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
@@ -59,6 +60,16 @@ def with_adapters(spec: ModelSpec, adapters: tuple[str, Section] | None) -> Mode
 def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[AttentionKind]:
     """The attention kind of every layer. Equal layers share one object: torch.compile compiles once for each object."""
     return [_kind(layer, head_dim) for layer in layers]
+
+
+def attention_of_new_tokens(kind: AttentionKind) -> LocalAttention | None:
+    """Attention that takes the place of the kind's engine calls for new tokens with `decode: full`; None: none does."""
+    full = LayerAttention(kind.name, kind.options).full(keep_windows=True)
+    if full is None:
+        return None
+    if full.kind == "full":  # by any backend: theirs are for sequences
+        full = LayerAttention("full", KINDS["full"].Options())
+    return next(iter(_kind(full, kind.head_dim).attentions), None)
 
 
 @functools.cache

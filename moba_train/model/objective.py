@@ -41,8 +41,9 @@ class Objective(ABC):
 
     @classmethod
     @abstractmethod
-    def problems(cls, options: Any, config: Any) -> list[str]:
-        """Problems with the recipe, a `RunConfig`, each begun with a key's end: `.on: given ...; allowed: ...`."""
+    def problems(cls, options: Any, config: Any, attention: tuple[LayerAttention, ...]) -> list[str]:
+        """Problems with the recipe, a `RunConfig`, and the `attention` of the stage's layers, each begun with
+        a key's end: `.on: given ...; allowed: ...`."""
 
     @classmethod
     def costs(cls, options: Any, attention: Sequence[LayerAttention]) -> ObjectiveCosts:

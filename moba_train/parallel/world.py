@@ -14,7 +14,7 @@ import pickle
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moba_train.errors import EndedElsewhereError, LaunchError, UserError, named_ranks
+from moba_train.errors import CommunicationError, EndedElsewhereError, LaunchError, UserError, named_ranks, refuse
 from moba_train.parallel.failures import FailureReports, was_waiting
 from moba_train.torch_private import set_allocator_settings
 
@@ -55,7 +55,8 @@ def attempt_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     with one of its own, again when it reads another one. When all ranks have confirmed its name, rank 0 answers each
     name that it finds: a rank of an earlier attempt that has not died yet gets no answer once its successor has
     confirmed. A rank makes requests in a number that grows with the logarithm of the time for which it waits, however
-    many ranks there are. Raises LaunchError when that is longer than `timeout`; rank 0 names the missing ranks.
+    many ranks there are. Raises CommunicationError when that is longer than `timeout`; rank 0 names the missing ranks.
+    Raises EndedElsewhereError when a rank has been refused (`refuse_everywhere`).
     """
     attempt = _lead(store, size, timeout) if rank == 0 else _follow(store, rank, timeout)
     return dist.PrefixStore(f"moba_train/attempt/{attempt}", store)
@@ -65,13 +66,13 @@ def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
     attempt = uuid.uuid4().hex
     store.set(_ATTEMPT, attempt)
     confirmed = [_confirmed(attempt, rank) for rank in range(1, size)]
-    for _ in _until(timeout):
+    for _ in _until(store, timeout):
         if store.check(confirmed):
             for name in store.multi_get(confirmed):
                 store.set(_go(attempt, name.decode()), "")
             return attempt
     missing = [rank for rank, key in enumerate(confirmed, 1) if not store.check([key])]
-    raise LaunchError(
+    raise CommunicationError(
         f"{named_ranks(missing)} of {size} did not start within "
         f"{timeout.total_seconds():g} s (parallel.timeout); look at their output"
     )
@@ -80,27 +81,46 @@ def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
 def _follow(store: dist.Store, rank: int, timeout: timedelta) -> str:
     name = uuid.uuid4().hex
     confirmed = ""
-    for _ in _until(timeout):
+    for _ in _until(store, timeout):
         if store.check([_ATTEMPT]) and (attempt := store.get(_ATTEMPT).decode()) != confirmed:
             store.set(_confirmed(attempt, rank), name)
             confirmed = attempt
         if store.check([_go(confirmed, name)]):
             return confirmed
-    raise LaunchError(
+    raise CommunicationError(
         f"rank {rank}: rank 0 did not find all ranks within {timeout.total_seconds():g} s (parallel.timeout); look at "
         "its output"
     )
 
 
-def _until(timeout: timedelta) -> Iterable[None]:
+def _until(store: dist.Store, timeout: timedelta) -> Iterable[None]:
     """Yields until `timeout`, after pauses of a twentieth of the time that has passed: hundreds of ranks that asked
-    twenty times a second for one that imports torch would keep the store busy."""
+    twenty times a second for one that imports torch would keep the store busy. Raises EndedElsewhereError as soon as
+    `store` says that a rank has been refused."""
     limit_s = timeout.total_seconds()
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < limit_s:
+        if store.check([_REFUSED]):
+            code, rank = map(int, store.get(_REFUSED).split())
+            raise EndedElsewhereError(code, rank)
         yield
         time.sleep(min(max(_POLL_S, waited_s / 20), limit_s - waited_s))
 
+
+def refuse_everywhere(error: UserError) -> int:
+    """Tell the ranks that torchrun starts next, and those of other nodes that wait for this one, that they would fail
+    as well. Returns the exit code."""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    alone = size == int(os.environ.get("LOCAL_WORLD_SIZE", size)) or isinstance(error, EndedElsewhereError)
+    if not alone and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, there before its ranks
+        with suppress(dist.DistError):
+            rank = int(os.environ["RANK"])
+            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=10)))
+            store.compare_set(_REFUSED, "", f"{error.exit_code} {rank}")
+    return refuse(error)
+
+
+_REFUSED = "moba_train/refused"
 
 _ATTEMPT = "moba_train/attempt"
 

@@ -62,8 +62,7 @@ def part_problems(
     problems = [
         *_model_problems(model, allow_idle),
         *_rope_problems(model.rope, model, "model.rope", allow_idle),
-        *_stage_name_problems(config.stages),
-        *_objective_problems(config),
+        *_stage_section_problems(config.stages),
         *_schedule_problems(config),
         *_precision_problems(config, here, device),
         *_optimizer_problems(config.optim, here if training else None),
@@ -97,6 +96,7 @@ def stage_problems(
         *row_problems(stages, [evaluated_sequences(run.evaluation, setting) for setting in settings]),
         *evaluation_problems(run.evaluation, settings),
         *exit_problems(config, settings),
+        *_objective_problems(config, stages),
         *_layer_problems(config.model, stages),
         *_trainable_problems(spec, stages, () if allow_idle else config.optim.lr_factors),
         *(() if allow_idle else exclude_problems(spec, config.precision)),
@@ -372,7 +372,7 @@ def _layer_rope_problems(rope: LayerRope, width: int, allow_idle: bool) -> Itera
         yield f"beta_fast: given {rope.fast_turns:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
 
 
-def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
+def _stage_section_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             where = " and ".join(f"stages[{index}].name" for index, stage in enumerate(stages) if stage.name == name)
@@ -380,14 +380,15 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
     for index, stage in enumerate(stages):
         if stage.name in NAMED_NUMBERS:
             yield f"stages[{index}].name: given {stage.name!r}, which logs write for a number; allowed: another name"
-
-
-def _objective_problems(config: RunConfig) -> Iterator[str]:
-    for index, stage in enumerate(config.stages):
         if len(stage.given_members) > 1:
             yield f"stages[{index}].{' and '.join(stage.given_members)}: given together; allowed: one objective"
-        for name, options in stage.given_members.items():
-            yield from (f"stages[{index}].{name}{text}" for text in OBJECTIVES[name].problems(options, config))
+
+
+def _objective_problems(config: RunConfig, stages: Sequence[Stage]) -> Iterator[str]:
+    for stage in stages:
+        name, options = stage.objective or ("", None)
+        for text in OBJECTIVES[name].problems(options, config, stage.attention) if name else ():
+            yield f"stages[{stage.index}].{name}{text}"
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[str]:

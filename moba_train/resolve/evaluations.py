@@ -13,7 +13,7 @@ from moba_train.config.explain import did_you_mean
 from moba_train.config.schema import RunConfig, UntilConfig
 from moba_train.data.indexed import corpus_file
 from moba_train.errors import DataError
-from moba_train.evals.evaluation import Evaluation, EvaluationSetting, name_of
+from moba_train.evals.evaluation import Evaluation, EvaluationSetting, with_full, without_full
 from moba_train.evals.registry import EVALUATIONS, asked_evaluations, evaluation_of
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.resolve.run import ResolvedRun
@@ -194,8 +194,9 @@ def _metric_problems(
             continue
         if evaluation not in asked:
             missing.setdefault(evaluation, metric)
-        if metric in evaluation.numbers_against_full and name_of(stage.attention) == "full":
-            nothing = f"but all layers of stage {stage.name!r} have full attention, so there is nothing to"
+        if metric in evaluation.numbers_against_full and len(with_full(stage.attention)) == 1:
+            why = without_full(stage.attention) or f"all layers of stage {stage.name!r} have full attention"
+            nothing = f"but {why}, so there is nothing to"
             if until.trailing_loss_recovered is not None:
                 yield (
                     f"{path}.trailing_loss_recovered.reference: given 'full', {nothing} recover; set attention, or "

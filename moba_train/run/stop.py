@@ -37,6 +37,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from moba_train.errors import LAUNCHER_FOLDER
 from moba_train.output_files import write_atomically
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -52,12 +53,9 @@ ENDED_BY_INTERRUPT = 128 + signal.SIGINT
 
 STDERR = 2
 
-LAUNCHER_FOLDER = "MOBA_TRAIN_LAUNCHER_FOLDER"
-"""Environment variable: folder of this start of the ranks, for the files below."""
-
 STOPPED = "stopped"
-"""File by which the first rank of each node says that the run ends because it was asked to: the exit code, 0, does not
-tell this from a run that is complete."""
+"""File in `LAUNCHER_FOLDER` by which the first rank of each node says that the run ends because it was asked to: the
+exit code, 0, does not tell this from a run that is complete."""
 
 LEFT_BEHIND = "left_behind"
 """File by which the launcher says that a rank has failed, before torchrun sends SIGTERM to the others."""
@@ -82,7 +80,7 @@ class StopRequest:
     def __init__(self, stopped_code: int = 0) -> None:
         """`stopped_code`: exit code of a process that is alone and asked to stop before it trains."""
         self.training = False
-        """True once steps are made: an end of the process is then no longer one of the set-up."""
+        """True once nothing but steps is left: an end of the process is then no longer one of the set-up."""
         self.takes_s: int | None = None
         """Seconds that an orderly stop takes at most, once known."""
         self.saves = True

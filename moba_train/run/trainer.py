@@ -121,7 +121,6 @@ class Trainer:
 
     def train(self) -> bool:
         """Train until the last stage ends (True) or until a stop is asked for (False); saved either way."""
-        self.stop.request.training = True
         with ExitStack() as stack:
             stack.enter_context(closing(self.reports.telemetry))
             stack.enter_context(closing(self.monitors))
@@ -129,6 +128,7 @@ class Trainer:
             stack.enter_context(self.checkpoints)
             try:
                 finished = self.finished or self._train_stages()
+                self.stop.request.training = True  # also where nothing is left to train
                 self._save()
                 with self.monitors.watch.phase("last checkpoint", self.progress.step):
                     self.checkpoints.wait_for_last()
@@ -163,6 +163,7 @@ class Trainer:
         self.monitors.watch.forget()
         with self.monitors.watch.phase("beginning of a stage", self.progress.step):
             data = self._enter(stage, starts)
+        self.stop.request.training = True  # the corpora are those of the checkpoint
         if self.resolved.evaluation.at_start and self.progress.step == stage.first_step:
             self.evaluations.run_at_start(self.tokens)
         exits = self._evaluate()  # what is due at the checkpoint that the run resumes from

@@ -113,7 +113,7 @@ def plan(
         raise PlanError("--nodes and --gpus: given both; allowed: --nodes with --gpus-per-node and --gpu")
     asked = named_gpu(gpu) if gpu is not None else None
     here = local_gpu() if asked is None else None
-    machine = make_machine(asked or (None if rates else here), gpus_per_node, network, rates)
+    machine = make_machine(asked or (None if rates else here), gpus_per_node, network, rates, here is not None)
     if nodes is not None:
         plan_nodes(recipe, overrides or (), nodes, machine, not no_data)
         return
@@ -165,7 +165,8 @@ def tune(
     here = local_gpu()
     if here is None and rates is None:
         raise PlanError("this machine has no GPU; `moba-train calibrate` measures its CPU in tiny shapes, for --rates")
-    machine = make_machine(None if rates else here, gpus or torch.cuda.device_count() or 1, 400.0, rates)
+    ranks = gpus or torch.cuda.device_count() or 1
+    machine = make_machine(None if rates else here, ranks, 400.0, rates, here is not None)
     measured(recipe, overrides or (), machine, steps, output, typer.echo)
 
 

@@ -146,8 +146,10 @@ def serve(descriptor: int, module: str) -> None:
         answer = None
         while True:
             (seconds, memory, request), content = _unpack(connection.recv_bytes())
-            _limit_memory(before + memory)
-            _limit_time(seconds)
+            with contextlib.suppress(OSError, ValueError):  # macOS
+                _limit(resource.RLIMIT_AS, before + memory)
+            # SIGXCPU. The kernel counts from the process's start, so the limit moves along with each request.
+            _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds)
             try:
                 if answer is None:
                     answer = made(request, content)
@@ -182,16 +184,6 @@ def _address_space() -> int:
     return 0
 
 
-def _limit_memory(size: int) -> None:
-    """Limit the address space to `size` bytes."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
-
-
-def _limit_time(seconds: int) -> None:
-    """Have the kernel end this process (SIGXCPU) after `seconds` more of processor time."""
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    # The kernel counts from the process's start, so the limit moves along with each request.
-    soft = math.ceil(time.process_time()) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+def _limit(limited: int, value: int) -> None:
+    _, hard = resource.getrlimit(limited)
+    resource.setrlimit(limited, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))

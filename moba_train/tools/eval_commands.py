@@ -136,10 +136,10 @@ def lm_eval(
 
     Results go to RUN/evaluations/."""
     from moba_train.tools.evaluated_recipe import open_to_generate
-    from moba_train.tools.lm_eval.options import LmEvalOptions, check_installed
+    from moba_train.tools.lm_eval import check_installed
 
     check_installed()
-    from moba_train.tools.lm_eval.run import evaluate_with_lm_eval
+    from moba_train.tools.lm_eval.run import LmEvalOptions, evaluate_with_lm_eval
 
     check_output_folder(output)
     if limit is not None and limit <= 0:
@@ -200,15 +200,7 @@ def profile_spans(
     from moba_train.tools.profile_spans import ProfileOptions
     from moba_train.tools.profile_spans import profile_spans as profile
 
-    options = ProfileOptions(
-        output,
-        _lengths(lengths),
-        budget,
-        samples,
-        block_size,
-        sink_tokens,
-        max_length,
-    )
+    options = ProfileOptions(output, _lengths(lengths), budget, samples, block_size, sink_tokens, max_length)
     saved = open_for_evaluation(checkpoint, EvaluationOptions(tasks=(), data=tuple(data or ())))
     profile(saved, options, typer.echo)
 
@@ -249,13 +241,12 @@ def generate(
         raise typer.BadParameter(f"--top-p: given {top_p:g}; allowed: above 0, at most 1")
     _on_ranks(gpus)
     from moba_train.parallel.world import broadcast, joined_world
-    from moba_train.tools.chat.control_tokens import ChatTokenizer
     from moba_train.tools.chat.load import has_chat_template
     from moba_train.tools.evaluate import load_on_this_machine, ranks_of_prompt, training_of
     from moba_train.tools.evaluated_recipe import open_to_generate
     from moba_train.tools.generate import chat_prompt, generate_text, read_prompt
     from moba_train.tools.inference.corpus_marks import corpus_marks, ends_of_text
-    from moba_train.tools.text_tokenizer import load_text_tokenizer
+    from moba_train.tools.text_tokenizer import ChatTokenizer, load_text_tokenizer
 
     with joined_world() if "RANK" in os.environ else nullcontext() as world:
         is_main = world is None or world.is_main

@@ -1,7 +1,7 @@
 """Recipe of a checkpoint as `moba-train eval` is asked to evaluate it: the options are laid over it, and checked."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +29,9 @@ from moba_train.tools.hf.config import CONFIG, is_hf_folder, read_family
 from moba_train.tools.saved_recipe import (
     SavedPaths,
     SavedRun,
-    check_named_files,
     check_paths,
+    corpora_and_tokenizer,
+    named_files,
     read_checkpoint,
     with_overrides,
 )
@@ -69,19 +70,15 @@ def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
     Paths in the recipe are found from any folder (`SavedPaths`); those in the options are the user's own. Raises
     UserError as `open_checkpoint`, and for options that cannot work.
     """
-    if is_hf_folder(path):
-        saved = _hugging_face(path)
-        config = changed(saved, options)
+    saved, paths = _opened(path)
+    config = changed(saved, options)
+    if paths is None:
         trained = tokenizer_hashes(config.data.tokenizer) if config.data.tokenizer is not None else []
     else:
-        saved = read_checkpoint(path)
-        paths = SavedPaths(saved.config, saved.path)
-        saved = saved._replace(config=paths.located())
-        config = changed(saved, options)
-        own = _without(config.data, {*_paths(config.data)} - {*_paths(saved.config.data)} | {*options.data})
-        check_paths(own, saved.path, paths.roots)
-        paths.check_corpora(own.validation)
-        check_named_files(saved.config.evaluation, config.evaluation, saved.path, paths.roots)
+        others = (file for files in named_files(saved.config.evaluation).values() for file in files)
+        named = {*corpora_and_tokenizer(saved.config), *others} - {*options.data}
+        check_paths(config, named, saved.path, paths.roots)
+        paths.check_corpora([source for source in config.data.validation if source.path in named])
         trained = [digest] if (digest := trained_tokenizer(saved.path)) else []
     check_tokenizer(config.data, trained)
     return saved.with_recipe(config)
@@ -98,13 +95,8 @@ def open_to_generate(
     Raises UserError as `open_for_evaluation`, and when there is no tokenizer.
     """
     evaluation = EvaluationOptions(tasks=(), overrides=overrides, seq_len=seq_len)
-    located = _hugging_face(path) if is_hf_folder(path) else read_checkpoint(path)
-    roots = folder_roots(path)
-    paths = None
-    if not is_hf_folder(path):
-        paths = SavedPaths(located.config, located.path)
-        located = located._replace(config=paths.located())
-        roots = paths.roots
+    located, paths = _opened(path)
+    roots = folder_roots(path) if paths is None else paths.roots
     config = changed(located, evaluation)
     if tokenizer is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(tokenizer)})})
@@ -114,7 +106,7 @@ def open_to_generate(
         roots = [*roots, *folder_roots(tokenizer_file(config.data.tokenizer).parent)]
     elif paths is not None:
         paths.check_tokenizer()
-        check_paths(config.data.model_copy(update={"validation": []}), located.path, roots)
+        check_paths(config, {config.data.tokenizer}, located.path, roots)
     return located.with_recipe(config), roots
 
 
@@ -188,17 +180,14 @@ def _check(config: RunConfig, index: int, tasks: Iterable[str] | None) -> None:
         raise ConfigError(problems)
 
 
-def _paths(data: DataConfig) -> Iterator[str]:
-    """Paths that evaluation reads."""
-    yield from (source.path for source in data.validation)
-    yield from [data.tokenizer] if data.tokenizer is not None else []
-
-
-def _without(data: DataConfig, named: set[str]) -> DataConfig:
-    """The section without the paths `named`."""
-    validation = [source for source in data.validation if source.path not in named]
-    tokenizer = None if data.tokenizer in named else data.tokenizer
-    return data.model_copy(update={"validation": validation, "tokenizer": tokenizer})
+def _opened(path: Path) -> tuple[SavedRun, SavedPaths | None]:
+    """The checkpoint or Hugging Face model `path`; of a checkpoint with its files where they were found, and what finds
+    them."""
+    if is_hf_folder(path):
+        return _hugging_face(path), None
+    saved = read_checkpoint(path)
+    paths = SavedPaths(saved.config, saved.path)
+    return saved._replace(config=paths.located()), paths
 
 
 def _hugging_face(folder: Path) -> SavedRun:

@@ -16,14 +16,13 @@ import numpy as np
 import yaml
 from pydantic import Field, field_validator
 
-from moba_train.attention.full import FullAttention
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import MOST_SAMPLES, Length
 from moba_train.config.load import Dumper
 from moba_train.data.samples import Sample
 from moba_train.errors import DataError
-from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting, Layers, may_be_full
+from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting, Layers, full_attention
 from moba_train.evals.position_wise import (
     LongDocumentEvaluation,
     PositionWise,
@@ -125,22 +124,22 @@ class FullLayers(LongDocumentEvaluation[FullLayersConfig]):
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`full_layers_loss`: trailing loss with the chosen layers full and all others sparse."""
         own = context.attentions[context.own]
-        # A window stays what it is, and so does a layer whose projections are not for another kind.
-        can = [layer.kind != "window" and may_be_full(KINDS[layer.kind], layer.options) for layer in own]
-        open_layers = [number for number, switches in enumerate(can) if switches]
+        # All others keep what kind `full`, which attention.full_layers means, lacks: a window, a cap, parameters.
+        full = full_attention(own, keep_windows=True) or own
+        open_layers = [number for number, layer in enumerate(full) if layer.kind == "full"]
         sparse = next((own[layer] for layer in open_layers if own[layer].kind != "full"), None)
         count = self._options.count
         if sparse is None:
-            raise DataError(f"{self.key}: all layers have full attention; give attention.default=moba, for example")
+            raise DataError(f"{self.key}: no layer could be full and is not; give attention.default=moba, for example")
         if count >= len(open_layers):
             raise DataError(
-                f"{self.key}.count: given {count}; allowed: fewer than the {len(open_layers)} without a window"
+                f"{self.key}.count: given {count}; allowed: fewer than the {len(open_layers)} layers that can be either"
             )
         if self._options.groups and not can_be_part(KINDS[sparse.kind]):
             raise DataError(
                 f"{self.key}.groups: given true with kind {sparse.kind}; allowed: kinds of {ByGroupKind.name}"
             )
-        model = _Switched(own, open_layers, sparse, context.model.config.kv_heads)
+        model = _Switched(own, full, open_layers, sparse, context.model.config.kv_heads)
         ends = {"sparse": model.full_in([]), "full": model.full_in(open_layers)}
         alone = {
             f"only {layer} {how}": model.full_in([layer] if how == "full" else {*open_layers} - {layer})
@@ -311,18 +310,18 @@ class _Switched:
     """The model's layers, of which some can be switched between full and sparse attention."""
 
     own: Layers
+    full: Layers
     switched: Sequence[int]
     sparse: LayerAttention
     kv_heads: int
 
     def full_in(self, chosen: Collection[int]) -> Layers:
         """Full attention in the `chosen` layers, sparse attention in the rest."""
-        full = LayerAttention("full", FullAttention.Options())
 
         def attention(layer: int) -> LayerAttention:
             if layer not in self.switched:
                 return self.own[layer]
-            return full if layer in chosen else self.sparse
+            return self.full[layer] if layer in chosen else self.sparse
 
         return tuple(map(attention, range(len(self.own))))
 

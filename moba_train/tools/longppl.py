@@ -33,7 +33,14 @@ from moba_train.data.batch import collate
 from moba_train.data.long_documents import count_samples
 from moba_train.data.samples import Sample
 from moba_train.errors import DataError, ForeignFileError
-from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting, finite, with_full
+from moba_train.evals.evaluation import (
+    EvaluationContext,
+    EvaluationResult,
+    EvaluationSetting,
+    finite,
+    full_attention,
+    without_full,
+)
 from moba_train.evals.position_wise import LongDocumentEvaluation
 from moba_train.foreign_files import read_foreign_json
 from moba_train.parallel.forward import token_losses
@@ -106,9 +113,12 @@ class LongPPL(LongDocumentEvaluation[LongPPLConfig]):
 
     @classmethod
     def problems(cls, options: LongPPLConfig, setting: EvaluationSetting) -> Iterator[str]:
-        """No documents to evaluate on, and a short context that is as long as the sequences of the stage."""
+        """No documents to evaluate on, a short context that is as long as the sequences of the stage, and nothing that
+        chooses key tokens."""
         yield from super().problems(options, setting)
         stage = setting.stage
+        if options.keys is None and (lacking := without_full(stage.attention)):
+            yield f"{cls.key}.keys: given none, but {lacking}, which chooses key tokens; set keys"
         window, step = options.windows(stage.seq_len)
         if stage.evaluate and window + step > stage.seq_len:
             given = f"{cls.key}.window: given {window}, with step {step}"
@@ -190,8 +200,9 @@ class LongPPL(LongDocumentEvaluation[LongPPLConfig]):
 
     def _choose(self, context: EvaluationContext, long: Losses | None) -> Keys:
         """The key tokens by full attention, whose losses with the long context are `long`; None: not yet computed."""
-        full = {"full": with_full(context.attentions[context.own])["full"]}
-        for name in replace(context, attentions=full).each_attention():
+        # Where the recipe's attention has none, and this is tried, all layers of the stage have full attention.
+        full = full_attention(context.attentions[context.own]) or context.stage.attention
+        for name in replace(context, attentions={"full": full}).each_attention():
             found = self._long(context, f"{name}, to choose") if long is None else long
             short = self._losses(context, [*self._windows(context)], "longppl, short contexts")
         # A label that no window has is predicted from less than a window: 0 is less than its loss, so it is no key.

@@ -27,7 +27,6 @@ from moba_train.evals.evaluation import (
     finite,
     full_attention,
     name_of,
-    with_full,
 )
 from moba_train.evals.position_wise import LongDocumentEvaluation, PositionWise, PositionWiseLoss
 from moba_train.foreign_files import read_foreign_json, working_roots
@@ -36,7 +35,7 @@ from moba_train.mechanisms.oracle import IdealAttention
 from moba_train.tools.full_layers import format_difference
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.options import HiddenNeedles, NeedleConfig
-from moba_train.tools.ruler.ruler import Ruler, RulerConfig
+from moba_train.tools.tasks.ruler import Ruler, RulerConfig
 
 Budget = IdealAttention.Options
 
@@ -105,12 +104,9 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
         self.compare_with_full = True
         self._asked: list[Needle | Ruler] = []
         try:
-            if "needle" in options.questions:
-                Needle.check_samples(needle_options(options), setting)
-                self._asked.append(Needle(needle_options(options), setting))
-            if "ruler" in options.questions:
-                Ruler.check_samples(ruler_options(options), setting)
-                self._asked.append(Ruler(ruler_options(options), setting))
+            for evaluation, asked in _questions(options):
+                evaluation.check_samples(asked, setting)
+                self._asked.append(evaluation(asked, setting))
         except DataError as error:
             raise DataError(_under(self.key, str(error))) from error
         self.missing = next((one.missing for one in self._asked if one.missing), self.missing)
@@ -134,10 +130,8 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
         for budget in options.budgets:
             if len({"current", *budget.always}) > budget.topk:
                 yield f"{cls.key}.budgets: given {label_of(budget)}; allowed: a topk of at least the blocks of always"
-        if "needle" in options.questions:
-            yield from (_under(cls.key, text) for text in Needle.problems(needle_options(options), setting))
-        if "ruler" in options.questions:
-            yield from (_under(cls.key, text) for text in Ruler.problems(ruler_options(options), setting))
+        for evaluation, asked in _questions(options):
+            yield from (_under(cls.key, text) for text in evaluation.problems(asked, setting))
 
     @classmethod
     def check_samples(cls, options: OracleConfig, setting: EvaluationSetting) -> None:
@@ -169,24 +163,22 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
 
     def _attentions(self, context: EvaluationContext) -> dict[str, Layers]:
         """Full attention, the stage's own, and each budget with both selectors, in the layers whose own is not full; in
-        all, if all have full attention."""
+        all, if all have full attention. Raises DataError if no layer can have the selectors' softmax."""
         own = context.attentions[context.own]
-        if name_of(own) == "full":
-            sparse = set(range(len(own)))
-        else:
-            sparse = {n for n, layer in enumerate(own) if layer.kind != "full" and full_attention(layer) != layer}
+        full = full_attention(own) or own
+        may_select = {n for n, layer in enumerate(full) if layer.kind == "full"}
+        if not may_select:
+            raise DataError(f"{self.key}: given layers of {name_of(own)}; allowed: some that kind full could replace")
+        sparse = {n for n in may_select if own[n].kind != "full"} or may_select
         parts = [part for layer in own for part in (_parts(layer) or [layer])]
         selecting = next((part for part in parts if part.kind not in ("full", "moba", "window")), None)
         sizes = None if selecting is None else selecting.options.model_dump()
         moba = next((part.options for part in parts if part.kind == "moba"), MobaAttention.Options())
 
         def in_sparse(kind: str, options: Any) -> Layers:
-            return tuple(
-                _selecting(layer, kind, options) if n in sparse else full_attention(layer)
-                for n, layer in enumerate(own)
-            )
+            return tuple(_selecting(layer, kind, options) if n in sparse else full[n] for n, layer in enumerate(own))
 
-        found = {"full": with_full(own)["full"], name_of(own): own}
+        found = {"full": full, name_of(own): own}
         for budget in self._options.budgets:
             found[f"oracle {label_of(budget)}"] = in_sparse("oracle", budget)
             if sizes is not None and (sizes.get("block_size"), sizes.get("topk")) == (budget.block_size, budget.topk):
@@ -211,15 +203,12 @@ def _selecting(layer: LayerAttention, kind: str, options: Section) -> LayerAtten
     return LayerAttention(ByGroupKind.name, ByGroupKind.Options(parts=parts))
 
 
-def needle_options(options: OracleConfig) -> NeedleConfig:
-    """The section `needle` of the same questions."""
-    return NeedleConfig(**options.model_dump(include={*NeedleConfig.model_fields}))
-
-
-def ruler_options(options: OracleConfig) -> RulerConfig:
-    """The section `ruler` of the same questions."""
-    shared = options.model_dump(include={*RulerConfig.model_fields})
-    return RulerConfig(**shared, tasks=RULER_TASKS)
+def _questions(options: OracleConfig) -> Iterator[tuple[Any, Section]]:
+    """Evaluations of the `questions`, each with a section of its own."""
+    if "needle" in options.questions:
+        yield Needle, NeedleConfig(**options.model_dump(include={*NeedleConfig.model_fields}))
+    if "ruler" in options.questions:
+        yield Ruler, RulerConfig(**options.model_dump(include={*RulerConfig.model_fields}), tasks=RULER_TASKS)
 
 
 def _under(key: str, problem: str) -> str:

@@ -252,6 +252,8 @@ def _checked_lengths(saved: SavedRun, options: ProfileOptions) -> tuple[int, ...
         raise UserError(f"--output: the folder {options.output.parent} does not exist")
     if not 0 < options.budget <= 1:
         raise UserError(f"--budget: given {options.budget:g}; allowed: above 0, at most 1, which is full attention")
+    if kinds := {layer.kind for layer in saved.stage.attention if (layer.full() or layer).kind != "full"}:
+        raise UserError(f"given layers of {', '.join(sorted(kinds))}; allowed: those that kind full could replace")
     if not saved.config.data.validation:
         raise DataError("the recipe has no held-out text to measure on; give --data CORPUS")
     seq_len = saved.stage.seq_len

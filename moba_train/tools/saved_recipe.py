@@ -8,7 +8,7 @@ run folder.
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -18,7 +18,7 @@ from moba_train.checkpoint.manifest import check_sizes, read_meta
 from moba_train.checkpoint.publish import find_checkpoint, saved_step
 from moba_train.checkpoint.recipe import run_folder, saved_recipe, saved_stage, trained_tokenizer
 from moba_train.checkpoint.state import load_model
-from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.load import dump_config, parse_yaml, validated
 from moba_train.config.schema import RunConfig
@@ -74,13 +74,17 @@ class Training(NamedTuple):
 def saved_training(checkpoint: Path) -> Training:
     """Training that the weights of `checkpoint` have been through, by its recipe and progress. Raises CheckpointError
     as `saved_stage`."""
-    run = resolve_unchecked(saved_recipe(checkpoint))
-    meta = read_meta(checkpoint)
-    index = saved_stage(checkpoint, run.stages).index
-    exited = meta["progress"].get("exited_steps")
-    stages = run.after_exit(exited if isinstance(exited, dict) else {}).stages[: index + 1]
-    step = saved_step(meta) or 0
+    stages = trained_stages(checkpoint)
+    step = saved_step(read_meta(checkpoint)) or 0
     return Training(step, stages[-1].tokens_after(step) if step else None, max(stage.seq_len for stage in stages))
+
+
+def trained_stages(checkpoint: Path) -> Sequence[Stage]:
+    """The stages up to that of `checkpoint`, as long as those were that have ended."""
+    run = resolve_unchecked(saved_recipe(checkpoint))
+    exited = read_meta(checkpoint)["progress"].get("exited_steps")
+    ended = run.after_exit(exited if isinstance(exited, dict) else {})
+    return ended.stages[: saved_stage(checkpoint, run.stages).index + 1]
 
 
 def overridden_kinds(saved: SavedRun) -> list[str]:
@@ -135,13 +139,12 @@ def load_trained(saved: SavedRun, device: torch.device, dtype: torch.dtype = tor
     return model.to(dtype).eval()
 
 
-def check_paths(data: DataConfig, checkpoint: Path, roots: Sequence[Path] | None = None) -> None:
-    """Raises CheckpointError when this section of the recipe of `checkpoint` names a tokenizer or validation corpus
-    whose files, links followed, are not regular files below one of `roots`: by default the working folder, and those in
-    $MOBA_TRAIN_DATA_ROOTS.
-    """
-    roots = working_roots() if roots is None else roots
-    for key, given, file in _files(data):
+def check_paths(config: RunConfig, named: Container[str], checkpoint: Path, roots: Sequence[Path]) -> None:
+    """Raises CheckpointError when a file that evaluation and generation by `config` read, of a path that the recipe of
+    `checkpoint` has `named`, is no regular file below one of `roots`, links followed."""
+    for key, given, file in _files(config):
+        if given not in named:
+            continue
         try:
             check_below(file, roots)
             with contextlib.suppress(OSError):  # a file that is missing is reported by its reader
@@ -150,30 +153,30 @@ def check_paths(data: DataConfig, checkpoint: Path, roots: Sequence[Path] | None
             raise CheckpointError(f"checkpoint {checkpoint}: its recipe reads {key} {given!r}: {error}") from None
 
 
-def check_named_files(own: EvaluationConfig, used: EvaluationConfig, checkpoint: Path, roots: Sequence[Path]) -> None:
-    """Raises CheckpointError when a file that evaluations of the checkpoint's `own` recipe name, and those that are
-    `used` still do, does not lie below one of `roots`."""
-    for path in sorted(_named_files(own) & _named_files(used)):
-        try:
-            check_below(Path(path), roots)
-        except ForeignFileError as error:
-            raise CheckpointError(f"checkpoint {checkpoint}: its recipe's evaluation reads {path!r}: {error}") from None
+def corpora_and_tokenizer(config: RunConfig) -> set[str]:
+    """Paths of the tokenizer and of the corpora that evaluation reads."""
+    paths = {source.path for source in config.data.validation}
+    return paths if config.data.tokenizer is None else {*paths, config.data.tokenizer}
 
 
-def _named_files(evaluation: EvaluationConfig) -> set[str]:
-    return {path for _, section in evaluation if isinstance(section, NamesFiles) for path in section.named_files()}
+def named_files(evaluation: EvaluationConfig) -> dict[str, list[str]]:
+    """Other files that evaluations read, by the keys of their sections."""
+    sections = {name: section for name, section in evaluation if isinstance(section, NamesFiles)}
+    return {f"evaluation.{name}": section.named_files() for name, section in sections.items()}
 
 
-def _files(data: DataConfig) -> Iterator[tuple[str, str, Path]]:
+def _files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
     """(key, value, file) of every file that evaluation and generation open."""
-    if data.tokenizer is not None:
-        file = tokenizer_file(data.tokenizer)
-        yield "data.tokenizer", data.tokenizer, file
-        yield "data.tokenizer", data.tokenizer, file.parent / TOKENIZER_CONFIG
-    for index, source in enumerate(data.validation):
+    if (tokenizer := config.data.tokenizer) is not None:
+        file = tokenizer_file(tokenizer)
+        yield "data.tokenizer", tokenizer, file
+        yield "data.tokenizer", tokenizer, file.parent / TOKENIZER_CONFIG
+    for index, source in enumerate(config.data.validation):
         for prefix in (source.path, mask_prefix(source.path)):
             for suffix in ("idx", "bin", "json"):
                 yield f"data.validation[{index}].path", source.path, corpus_file(prefix, suffix)
+    for key, paths in named_files(config.evaluation).items():
+        yield from ((key, path, Path(path)) for path in paths)
 
 
 class SavedPaths:
@@ -274,7 +277,7 @@ def open_checkpoint(path: Path, init_from: Path | None = None) -> SavedRun:
     cannot hold, or names files that it must not read (`check_paths`).
     """
     saved = read_checkpoint(path)
-    check_paths(saved.config.data, saved.path)
+    check_paths(saved.config, corpora_and_tokenizer(saved.config), saved.path, working_roots())
     if init_from is not None:
         saved = saved._replace(config=saved.config.model_copy(update={"init_from": str(init_from)}))
     return saved

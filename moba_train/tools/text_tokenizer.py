@@ -1,15 +1,16 @@
 """Tokenizers of text: sentencepiece models and Hugging Face's tokenizer.json files.
 
 A tokenizer.json makes special tokens from text that spells them out. Sentencepiece never makes control tokens, such as
-</s>, from text, nor text from them; tools/chat/control_tokens.py does that with either type.
+</s>, from text, nor text from them; `ChatTokenizer` does that with either type.
 
 The library that reads tokenizer.json ends its process, or fills the memory, with rules that are forged. It therefore
 works in a `ConfinedProcess` (tools/tokenizers_work.py).
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +20,13 @@ import numpy.typing as npt
 import sentencepiece
 
 from moba_train.config.model import LARGEST_WIDTH
-from moba_train.data.tokenizer import TIKTOKEN, read_sentencepiece, tokenizer_file
+from moba_train.data.tokenizer import TIKTOKEN, TOKENIZER_CONFIG, read_sentencepiece, tokenizer_file
 from moba_train.errors import DataError
-from moba_train.foreign_files import TOKENIZER_BYTES, read_foreign
+from moba_train.foreign_files import TOKENIZER_BYTES, read_foreign, read_foreign_json
 from moba_train.tools.confined_process import ConfinedProcess, WorkLimits
-from moba_train.tools.special_tokens import special_tokens
+
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+GENERATION_CONFIG = "generation_config.json"
 
 SECONDS = 30
 """Processor time for a request, and as much for every `TEXT_PER_LIMIT` bytes of its text."""
@@ -64,25 +67,18 @@ class TextTokenizer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class Tokenizer:
-    """A loaded sentencepiece model."""
+    """A loaded sentencepiece model.
 
-    processor: sentencepiece.SentencePieceProcessor
-    name: str
-    """File name, without the folder."""
-    sha256: str
-    """SHA-256 of the file, in hexadecimal."""
+    name: of the file, without the folder; sha256: of the file, in hexadecimal
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; all are below it."""
-        return self.processor.vocab_size()
-
-    @property
-    def eos_id(self) -> int | None:
-        """Token id of the end of a document, or None if the model has none."""
-        return self.processor.eos_id() if self.processor.eos_id() >= 0 else None
+    def __init__(self, processor: sentencepiece.SentencePieceProcessor, name: str, sha256: str) -> None:
+        self.processor = processor
+        self.name = name
+        self.sha256 = sha256
+        self.vocab_size: int = processor.vocab_size()
+        self.eos_id = processor.eos_id() if processor.eos_id() >= 0 else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; control tokens that are spelt out in it are plain text."""
@@ -177,3 +173,65 @@ def load_text_tokenizer(path: str | Path, roots: Sequence[Path] | None = None) -
         )
     path = tokenizer_file(path)
     return HuggingFaceTokenizer(path, roots) if path.suffix == ".json" else load_tokenizer(path, roots)
+
+
+class ChatTokenizer:
+    """A tokenizer of either type whose special tokens a text may spell out, as chat templates write it."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
+        self.eos_id = tokenizer.eos_id
+        # Sentencepiece never makes control tokens, such as </s>, from text.
+        processor = tokenizer.processor if isinstance(tokenizer, Tokenizer) else None
+        controls = filter(processor.is_control, range(processor.vocab_size())) if processor else ()
+        self._names: dict[int, str] = {token: processor.id_to_piece(token) for token in controls} if processor else {}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; special tokens that are spelt out in it become these tokens."""
+        if not self._names:
+            return self._tokenizer.encode(text)
+        ids = {name: token for token, name in self._names.items()}
+        parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text)
+        return [token for part in parts for token in ([ids[part]] if part in ids else self._tokenizer.encode(part))]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, with special tokens spelt out."""
+        text = ""
+        for is_control, group in itertools.groupby(tokens, key=self._names.__contains__):
+            found = [*group]
+            text += "".join(map(self._names.__getitem__, found)) if is_control else self._tokenizer.decode(found)
+        return text
+
+
+def special_tokens(folder: Path, roots: Sequence[Path] | None = None) -> dict[str, str]:
+    """Special tokens such as `eos_token` of a Hugging Face folder, by name: those in its tokenizer_config.json, and
+    others in its special_tokens_map.json; empty without these files.
+
+    Raises DataError when a file cannot be read, or does not lie below one of `roots`.
+    """
+    read = (read_object(folder / name, roots) for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG))
+    return {key: text for contents in read for key, text in token_texts(contents).items()}
+
+
+def token_texts(contents: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens in tokenizer_config.json or special_tokens_map.json, which give each as text or as an object."""
+
+    def texts() -> Iterator[tuple[str, str]]:
+        for key, value in contents.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                yield key, text
+
+    return dict(texts())
+
+
+def read_object(file: Path, roots: Sequence[Path] | None) -> dict[str, Any]:
+    """The object in a JSON file; empty without the file. Raises DataError."""
+    try:
+        contents = read_foreign_json(file, roots=roots) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    if not isinstance(contents, dict):
+        raise DataError(f"{file} holds no JSON object")
+    return contents

@@ -1,6 +1,8 @@
 """The pictures of the docs and of the report: those of their result files, in one style, readable on any page."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -38,6 +40,17 @@ def test_a_figure_of_the_report_is_the_one_of_its_results(name: str, tmp_path: P
     page.draw(FIGURES[name], source, tmp_path / "drawn.svg")
     assert stamp(source.read_text()) in kept.read_text()
     assert words(tmp_path / "drawn.svg") == words(kept), f"run python -m experiments {name} --plot"
+
+
+def test_without_matplotlib_the_programs_say_what_to_install() -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; import experiments.page"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=page.FOLDER.parent, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: pictures and experiments need matplotlib; type: pip install -e '.[figures]'\n",
+    )
 
 
 def test_equal_results_give_equal_bytes(tmp_path: Path) -> None:

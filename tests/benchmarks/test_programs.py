@@ -28,7 +28,7 @@ MODULES = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
 PROGRAMS = [name for name in MODULES if "\ndef main(" in (FOLDER / f"{name}.py").read_text()]
 GONE = {
     *("activations", "checkpoint_python", "checkpoint_threads", "index_memory", "page_locked", "probe_cost"),
-    *("real_corpus", "sft_layers"),
+    "real_corpus",
 }
 """Programs whose question is settled, or that were wrong; the commits of their results have them."""
 ASKED = ["git", "rev-parse", "--is-shallow-repository"]

@@ -16,7 +16,7 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import DataError
 from moba_train.tools.chat.load import Template, load_chat_template
 from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Conversation
-from moba_train.tools.text_tokenizer import load_text_tokenizer, load_tokenizer
+from moba_train.tools.text_tokenizer import ChatTokenizer, load_text_tokenizer, load_tokenizer
 from tests.commands import run_app
 
 MESSAGES = [
@@ -288,7 +288,7 @@ def test_an_end_of_turn_that_is_joined_to_its_neighbour_is_not_one_token(tmp_pat
     pieces = ["E", "N", "D", ".", "END", *map("".join, merges)]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     Tokenizer(models.BPE(vocabulary, merges)).save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_text_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = ChatTokenizer(load_text_tokenizer(tmp_path / "tokenizer.json"))
     assert [_single_token(tokenizer, marker) for marker in ("END.", "END")] == [None, vocabulary["END"]]
 
 

@@ -17,7 +17,7 @@ from moba_train.data.samples import StageData
 from moba_train.errors import DataError
 from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.chat.template import ChatTemplate, Conversation
-from moba_train.tools.text_tokenizer import load_text_tokenizer
+from moba_train.tools.text_tokenizer import ChatTokenizer, load_text_tokenizer
 from tests.commands import run_app
 from tests.data_tools.test_sft import write_lines
 from tests.data_tools.test_sft_messages import FORGETS, TWO_TURNS, assistant, make, user
@@ -94,7 +94,7 @@ def test_thoughts_without_loss_are_left_out_of_the_answers(tmp_path: Path, token
     assert isinstance(conversation, Conversation)
     without_thoughts = SftOptions(thought_weight=0).applied(conversation)
     (sample,) = ChatTemplate(THINKS, "<e>").split(without_thoughts).samples
-    reader = load_text_tokenizer(tokenizer)
+    reader = ChatTokenizer(load_text_tokenizer(tokenizer))
     whole = encode_record(sample, reader)
     cuts = [encode_record(sample, reader, most) for most in range(200, len(whole.ids))]
     assert {cut.answers_cut for cut in cuts} == {1, 2, 3, 4}

@@ -64,7 +64,7 @@ def test_new_tokens_attend_to_all_keys_if_they_are_to(kind: str) -> None:
     layer = make_layer("by_group", {"parts": [{"kind": kind, "groups": [1], "options": BLOCKS}]}, [27])
     full = layer.with_inputs(layer.inputs(), kind=KINDS["full"](KINDS["full"].Options(), MODEL.head_width))
     plan = CachePlan([27], torch.device("cpu"))
-    engine = CachedAttention(plan, "full")
+    engine = CachedAttention(plan, "full", layer.kind)
     plan.read(0, 26)
     run_layer(layer.with_inputs((x[:26] for x in layer.inputs()), layout=plan.layout), engine)
     plan.decode([0])

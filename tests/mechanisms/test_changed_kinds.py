@@ -350,16 +350,20 @@ def test_weights_of_a_kind_in_another_shape_are_refused_before_training(
 
 
 def test_a_trained_model_is_evaluated_without_a_kind_that_an_override_takes_away(trained: Run) -> None:
-    """Evaluation without the kind gives the numbers of `--attention full`; a kind that the model was not trained with
-    is refused."""
+    """Also without one that has no full attention on its weights, as `--attention full` says; a kind that the model was
+    not trained with is refused."""
     command = ["eval", str(trained.run_dir), "--tasks", "validation_loss"]
 
-    def loss(*arguments: str) -> str:
-        result = run_app(app, *command, *arguments)
-        (line,) = [line for line in result.output.splitlines() if line.startswith("full ")]
-        return line
+    def losses(*arguments: str) -> dict[str, str]:
+        found = run_app(app, *command, *arguments).output.splitlines()
+        return {words[0]: words[3] for line in found if "validation loss" in line and (words := line.split())}
 
-    assert loss("stages.0.attention.overrides={}", "stages.0.attention.default=full") == loss("--attention", "full")
+    own, without = losses(), losses("stages.0.attention.overrides={}", "stages.0.attention.default=full")
+    assert [*own] == ["moba+nsa"]
+    assert [*without] == ["moba", "full"], "the recipe's and the stage's"
+    assert len({*own.values(), *without.values()}) == 3
+    refused = run_app(app, *command, "--attention", "full", code=2)
+    assert "layers of nsa have no full attention on the same weights; allowed:" in " ".join(refused.output.split())
     refused = run_app(app, *command, "stages.0.attention.default=seer", code=2)
     assert "attention.seer.k_weight: not in the checkpoint" in " ".join(refused.output.split())
 

@@ -347,6 +347,14 @@ def test_ranks_that_cannot_be_are_refused_by_name(on: str, ranks: dict[str, int]
         check(RunConfig.model_validate(config))
 
 
+def test_layers_that_have_no_full_attention_are_refused() -> None:
+    config = distilling("logits", GRID[0]).model_dump(mode="json")
+    config["attention"] |= {"overrides": {1: {"kind": "moba_v1", "block_size": 8}}}
+    problem = r"stages\[0\]\.distill: given, but layers of moba_v1 have no full attention on the same weights"
+    with pytest.raises(ConfigError, match=problem):
+        check(RunConfig.model_validate(config))
+
+
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [({"weight": 0}, "given 0"), ({"teacher": "frozen"}, "full"), ({"wait": 1}, "wait")],

@@ -260,7 +260,7 @@ def test_sparse_seer_reads_prompts_and_decodes_with_full_attention_only() -> Non
     prompt = torch.arange(1, 30)
     want = model(prompt, torch.arange(29), packed_layout([29]))
     plan = CachePlan([40], torch.device("cpu"))
-    model.set_engines([CachedAttention(plan, "full") for _ in model.blocks])
+    model.set_engines([CachedAttention(plan, "full", kind) for kind in model.attention_kinds()])
     for part in (slice(0, 12), slice(12, 20), slice(20, 29)):
         plan.read(0, part.stop - part.start)
         got = model(prompt[part], torch.arange(29)[part], plan.layout)

@@ -86,12 +86,6 @@ def test_outputs(options: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def test_within_the_window_it_is_full_attention() -> None:
-    got = run_layer(make_layer("infllm", SIZES | {"window": 47}, LENGTHS))
-    torch.testing.assert_close(got, run_layer(make_layer("full", {}, LENGTHS)), rtol=0, atol=1e-13)
-
-
-@torch.no_grad()
 def test_packed_documents() -> None:
     layer = make_layer("infllm", SIZES, LENGTHS)
     (out,) = run_layer(layer)

@@ -34,6 +34,13 @@ from tests.small_recipe import Load
             "stages[0].until.metric: given 'trailing_gap', but all layers of stage 'short' have full attention, ",
         ),
         (
+            [
+                "stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 9M}",
+                "stages.1.attention={default: moba_v1}",
+            ],
+            "stages[1].until.trailing_loss_recovered.reference: given 'full', but layers of moba_v1 have no full atten",
+        ),
+        (
             ["stages.1.until={max_tokens: 9M}"],
             "stages[1].until: no criterion given; allowed: trailing_loss_recovered, or metric with at_most or at_least",
         ),

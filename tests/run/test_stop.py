@@ -15,12 +15,12 @@ import torch
 
 from moba_train.checkpoint import manifest
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.errors import LAUNCHER_FOLDER
 from moba_train.run.checkpoints import RunCheckpoints
 from moba_train.run.reports import RunReports
 from moba_train.run.stop import (
     DUPLICATE_S,
     ENDED_BY_INTERRUPT,
-    LAUNCHER_FOLDER,
     SIGNALS,
     STOPPED,
     STOPPED_CODE,

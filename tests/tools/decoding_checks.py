@@ -20,7 +20,7 @@ def assert_decodes_like_training(
     texts = [torch.randint(0, 50, (prompt + steps,), generator=generator) for prompt in prompts]
     want = [model(text, torch.arange(len(text)), packed_layout([len(text)])) for text in texts]
     plan = CachePlan([len(text) for text in texts], torch.device("cpu"))
-    model.set_engines([CachedAttention(plan, decode) for _ in model.blocks])
+    model.set_engines([CachedAttention(plan, decode, kind) for kind in model.attention_kinds()])
     for sequence, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
         cut = prompt // 2
         for part in (slice(0, cut), slice(cut, prompt)):

@@ -67,7 +67,7 @@ def two_layers() -> Transformer:
 def logits_of(model: Transformer, tokens: Tensor, decode: Decode, repeats: list[int] | None) -> Tensor:
     """Logits [STEPS, V] behind each token after the prompt."""
     plan = CachePlan([len(tokens)], torch.device("cpu"))
-    model.set_engines([CachedAttention(plan, decode) for _ in model.blocks])
+    model.set_engines([CachedAttention(plan, decode, kind) for kind in model.attention_kinds()])
     repeated = RepeatedToken(model, plan, frozen(plan, repeats if repeats is not None else []))
     plan.read(0, PROMPT)
     model(tokens[:PROMPT], torch.arange(PROMPT), plan.layout)
@@ -108,7 +108,7 @@ LONGROPE = RopeConfig(kind="longrope", factor=2, original_seq_len=8, seq_len=16,
 def test_what_needs_the_host_is_never_recorded(name: str, options: dict[str, Any], other: dict[str, Any]) -> None:
     model = small_model(name, options, MODEL.model_copy(update={"head_dim": 64, **other})).half()
     plan = CachePlan([9], torch.device("cpu"))
-    model.set_engines([CachedAttention(plan, "own") for _ in model.blocks])
+    model.set_engines([CachedAttention(plan, "own", kind) for kind in model.attention_kinds()])
 
     def refuse(_call: Callable[[], Tensor]) -> NoReturn:
         raise AssertionError("recorded")

@@ -76,7 +76,7 @@ def text(length: int) -> list[int]:
 def of_one_device(model: Transformer, tokens: list[int], prompt: int, decode: Decode) -> Tensor:
     """Logits [1 + NEW, V] behind the prompt and behind each of the tokens after it."""
     plan = CachePlan([len(tokens)], torch.device("cpu"))
-    model.set_engines([CachedAttention(plan, decode) for _ in model.blocks])
+    model.set_engines([CachedAttention(plan, decode, kind) for kind in model.attention_kinds()])
     plan.read(0, prompt)
     rows = [model(torch.tensor(tokens[:prompt]), torch.arange(prompt), plan.layout)[-1]]
     for place in range(prompt, len(tokens)):
@@ -89,7 +89,7 @@ def of_one_device(model: Transformer, tokens: list[int], prompt: int, decode: De
 def of_a_rank(model: Transformer, ranks: PromptRanks, tokens: list[int], prompt: int, decode: Decode) -> Tensor:
     """`of_one_device` on one of several ranks; NaN where the rank does not know the logits behind the prompt."""
     spread = SpreadSequence(ranks, prompt, len(tokens) - prompt, torch.device("cpu"))
-    model.set_engines([SpreadAttention(spread, decode, kind.name) for kind in model.attention_kinds()])
+    model.set_engines([SpreadAttention(spread, decode, kind) for kind in model.attention_kinds()])
     rows = [spread.read(model, tokens[:prompt])]
     if spread.prompt.owner(prompt - 1) != ranks.engine.rank:
         rows[0].fill_(torch.nan)

@@ -1,7 +1,9 @@
-"""`moba-train env` says which kernels run, and which torch has faster ones."""
+"""`moba-train env` says which kernels run, which torch has faster ones, and the versions that docs and image name."""
 
 import io
 import re
+import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from rich.console import Console
 
 from moba_train.attention.kernels import table
 from moba_train.attention.kernels.table import Machine
-from moba_train.tools.environment import BEST_PAIR, print_kernels
+from moba_train.tools import lm_eval
+from moba_train.tools.environment import BEST_PAIR, OPTIONAL_PACKAGES, print_kernels
+from moba_train.tools.report import sink as report
 
 ROOT = Path(__file__).parents[2]
 FASTER = f"faster ones come with Triton {BEST_PAIR[1]}: pip install torch=={BEST_PAIR[0]}"
@@ -73,3 +77,22 @@ def test_without_a_gpu_the_reference_runs() -> None:
 def test_the_best_pair_is_that_of_the_lock_for_gpus() -> None:
     lock = (ROOT / "launch" / "gpu.lock").read_text()
     assert all(f"\n{name}=={version} " in lock for name, version in zip(("torch", "triton"), BEST_PAIR, strict=True))
+
+
+def test_the_image_the_guide_and_moba_train_env_name_the_same_versions() -> None:
+    guide, dockerfile = (
+        (ROOT / file).read_text() for file in ("docs/how-to/optional-packages.md", "docker/Dockerfile")
+    )
+    pinned = {name for package in OPTIONAL_PACKAGES for name in re.findall(r"[\w\[\],-]+==[\d.a-z]+", package.install)}
+    assert len(pinned) == 6
+    assert not {name for name in pinned if name not in guide or name not in dockerfile}
+
+
+def test_commands_that_install_a_package_ask_for_what_the_extras_ask_for() -> None:
+    """Commands name packages, because moba-train is on no index: so they hold for a checkout and for a wheel."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = {requirement for extra in extras.values() for requirement in extra if ">=" in requirement}
+    commands = [package.install for package in OPTIONAL_PACKAGES] + [report.INSTALL, lm_eval.INSTALL]
+    asked = {word for command in commands if command.startswith("pip") for word in shlex.split(command) if ">=" in word}
+    assert len(asked) == 5
+    assert asked <= wanted

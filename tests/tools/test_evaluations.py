@@ -39,9 +39,8 @@ from moba_train.tools.cli import app
 from moba_train.tools.longppl import LongPPL, LongPPLConfig
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.needle_signal import NeedleSignalEvaluation
-from moba_train.tools.ruler.ruler import Ruler
-from moba_train.tools.ruler.ruler_tasks import TASKS
 from moba_train.tools.tasks.longtasks import LongTasks
+from moba_train.tools.tasks.ruler import TASKS, Ruler
 from moba_train.train import main
 from tests.commands import run_app
 from tests.evals.setting import stage_setting
@@ -181,8 +180,8 @@ def test_an_evaluation_that_is_stopped_leaves_the_model_as_the_stage_trains_it(r
     [
         ({"default": "full"}, "full"),
         ({"default": "moba", "full_layers": "last:1"}, "moba"),
-        ({"default": "nsa", "full_layers": "last:1", "overrides": {1: {"kind": "moba"}}}, "moba+nsa"),
-        ({"default": "moba", "overrides": {1: {"kind": "nsa"}}}, "moba+nsa"),
+        ({"default": "msa", "full_layers": "last:1", "overrides": {1: {"kind": "moba"}}}, "moba+msa"),
+        ({"default": "moba", "overrides": {1: {"kind": "msa"}}}, "moba+msa"),
     ],
 )
 def test_an_attention_is_named_by_all_its_kinds_beside_full(attention: dict[str, Any], name: str) -> None:
@@ -208,7 +207,6 @@ def test_no_evaluation_sees_the_recipe() -> None:
     folders = [
         package / "evals",
         package / "mechanisms" / "probes",
-        package / "tools" / "ruler",
         package / "tools" / "tasks",
     ]
     files = [file for folder in folders for file in folder.glob("*.py")]

@@ -1,17 +1,25 @@
-"""A checkpoint's recipe cannot make `eval` and `generate` read what lies outside the folders that were allowed."""
+"""The files of a checkpoint's recipe: where they are looked for, and that none may lie outside the allowed folders."""
 
 import os
+import pwd
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moba_train.checkpoint import manifest, publish
-from moba_train.config.load import dump_config
+from moba_train.config.load import dump_config, parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import ROOTS, working_roots
-from moba_train.tools.saved_recipe import check_named_files, check_paths, open_checkpoint
+from moba_train.tools.saved_recipe import (
+    SavedPaths,
+    _origin,
+    check_paths,
+    corpora_and_tokenizer,
+    named_files,
+    open_checkpoint,
+)
 
 
 def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:
@@ -24,7 +32,7 @@ def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:
 
 
 def check_recipe(config: RunConfig) -> None:
-    check_paths(config.data, Path("c"))
+    check_paths(config, corpora_and_tokenizer(config), Path("c"), working_roots())
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +69,11 @@ def test_paths_that_lead_out_are_refused_by_key(tmp_path: Path, path: str) -> No
 def test_files_of_evaluations_are_checked_unless_the_user_names_others(section: str, options: dict[str, Any]) -> None:
     config = recipe("valid")
     own = RunConfig.model_validate(config.model_dump(exclude_unset=True) | {"evaluation": {section: options}})
-    roots = working_roots()
-    with pytest.raises(CheckpointError, match=rf"its recipe's evaluation reads '\.\./secret.*{ROOTS}="):
-        check_named_files(own.evaluation, own.evaluation, Path("c"), roots)
-    check_named_files(own.evaluation, config.evaluation, Path("c"), roots)
-    check_named_files(config.evaluation, own.evaluation, Path("c"), roots)
+    secret = next(path for path in named_files(own.evaluation)[f"evaluation.{section}"] if "secret" in path)
+    with pytest.raises(CheckpointError, match=rf"its recipe reads evaluation\.{section} '\.\./secret.*{ROOTS}="):
+        check_paths(own, {secret}, Path("c"), working_roots())
+    check_paths(config, {secret}, Path("c"), working_roots())
+    check_paths(own, (), Path("c"), working_roots())
 
 
 def test_the_user_may_allow_more_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +114,45 @@ def test_a_recipe_that_describes_more_than_the_checkpoint_holds_is_refused(tmp_p
     publish.publish(temporary, 1, {manifest.META: manifest.hash_file(temporary / manifest.META)})
     with pytest.raises(CheckpointError, match=r"recipe's model have 4,29\d,\d+,\d+ bytes, but its files"):
         open_checkpoint(tmp_path)
+
+
+def test_the_folder_of_a_run_is_found_for_a_user_whom_the_system_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under another number, without HOME."""
+
+    def unknown(number: int) -> pwd.struct_passwd:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME")
+    assert _origin(Path("/data/project/runs/one"), "runs/one") == Path("/data/project")
+
+
+def test_the_folder_that_holds_the_users_home_is_never_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/user")
+    assert _origin(Path("/home/runs/one"), "runs/one") is None
+    assert _origin(Path("/home/user/project/runs/one"), "runs/one") == Path("/home/user/project")
+
+
+def test_corpora_are_found_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tmp_path / "project"
+    checkpoints = project / "runs" / "one" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    temporary = publish.make_temporary_folder(checkpoints, 1)
+    manifest.write_json(temporary / manifest.META, {})
+    publish.publish(temporary, 1, {manifest.META: manifest.hash_file(temporary / manifest.META)})
+    (project / "texts.idx").touch()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = parse_config(
+        """
+        name: one
+        run_dir: runs/one
+        model: {vocab_size: 64, hidden_size: 32, intermediate_size: 48, layers: 1, heads: 2, kv_heads: 1}
+        data: {train: [{path: corpus}], validation: [{path: texts}, {path: gone}]}
+        batch_tokens: 64
+        stages: [{name: only, seq_len: 64, tokens: 64}]
+        """,
+        "test",
+    )
+    located = SavedPaths(config, checkpoints / publish.step_name(1)).located()
+    assert [source.path for source in located.data.validation] == [str(project / "texts"), "gone"]

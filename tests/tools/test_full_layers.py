@@ -11,7 +11,7 @@ import yaml
 from moba_train.attention.full import FullAttention
 from moba_train.config.attention import LayerAttention
 from moba_train.config.schema import RunConfig
-from moba_train.errors import ConfigError
+from moba_train.errors import ConfigError, DataError
 from moba_train.evals.evaluation import EvaluationResult
 from moba_train.evals.position_wise import PositionWiseLoss
 from moba_train.model.build import initialize_weights
@@ -150,6 +150,22 @@ def test_the_groups_that_look_farthest_are_as_many_as_the_layers_have(texts: Pat
     outside = {0: (0.1, 0.9), 2: (0.8, 0.7)}
     rows = [{"layer": layer, "groups": [{"outside": one} for one in values]} for layer, values in outside.items()]
     assert evaluation._group_candidates(rows) == {"groups_outside": {0: [1], 2: [0]}}
+
+
+def test_a_layer_stays_that_kind_full_cannot_replace(texts: Path) -> None:
+    """Capped scores, also without a window: uncapped ones would be another model."""
+    plain = asking(texts, switch=["full"]).model_dump(mode="json")
+    for window in (None, 8):
+        capped = {"kind": "capped", "cap": 1.0, "window": window}
+        attention = plain["attention"] | {"overrides": {0: capped}}
+        config = RunConfig.model_validate(plain | {"attention": attention})
+        model = Transformer(config.model)
+        initialize_weights(model, 0)
+        data = built(FullLayers, config).run(context(config, model)).data
+        assert [row["layer"] for row in data["layers"]] == [1, 2]
+    alone = RunConfig.model_validate(plain | {"attention": {"default": "capped"}})
+    with pytest.raises(DataError, match=r"full_layers: no layer could be full and is not; give attention.default=moba"):
+        built(FullLayers, alone).run(context(alone, model))
 
 
 def test_heads_are_measured_behind_the_windows_that_the_model_keeps(texts: Path) -> None:

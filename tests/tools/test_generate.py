@@ -227,7 +227,7 @@ def test_the_logits_of_every_new_token_are_those_of_the_complete_pass() -> None:
     plan = CachePlan([60], torch.device("cpu"))
     with torch.no_grad():
         whole = model(tokens, torch.arange(60), packed_layout([60]))
-        model.set_engines([CachedAttention(plan, "own") for _ in model.blocks])
+        model.set_engines([CachedAttention(plan, "own", kind) for kind in model.attention_kinds()])
         plan.read(0, 11)
         rows = [model(tokens[:11], torch.arange(11), plan.layout)]
         for place in range(11, 60):

@@ -319,6 +319,7 @@ def test_scores_are_our_own_on_the_same_samples(tmp_path: Path, texts: Path, alo
     marks = CorpusMarks.from_sidecar(IndexedDataset(texts / "corpus").info or {})
     tokenizer = open_hf_tokenizer(config.data.tokenizer, marks, LENGTH, tmp_path, [texts])
     reader = Reader(config, sight=500)
+    context(config, reader).restore_attention()
     lm = NativeLM(reader, tokenizer, LENGTH, batch_size=1)
     loaded = load_tasks(["niah_single_1"], None, tokenizer, [LENGTH])
     for task in loaded["tasks"].values():

@@ -1,4 +1,4 @@
-"""Lengths that generators of lm-evaluation-harness would never reach."""
+"""Lengths that generators of lm-evaluation-harness would never reach, and data that its tasks would fetch."""
 
 import types
 from typing import Any
@@ -20,7 +20,7 @@ pytest.importorskip("lm_eval")
     ],
 )
 def test_ruler_generators_that_would_never_end_are_refused(names: list[str], length: int, problem: str | None) -> None:
-    from moba_train.tools.lm_eval.options import check_sample_lengths
+    from moba_train.tools.lm_eval.tasks import check_sample_lengths
 
     def letters(text: str, **_options: Any) -> Any:
         """A tokenizer of letters."""
@@ -31,3 +31,22 @@ def test_ruler_generators_that_would_never_end_are_refused(names: list[str], len
         return
     with pytest.raises(UserError, match=problem):
         check_sample_lengths(names, letters, [length])
+
+
+def test_data_that_a_task_misses_are_fetched_then_and_not_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    nltk = pytest.importorskip("nltk")
+    from moba_train.tools.lm_eval.tasks import _load
+
+    fetched: list[str] = []
+    monkeypatch.setattr(nltk, "download", lambda name, **_options: fetched.append(name))
+
+    def load(names: list[str]) -> dict[str, Any]:
+        nltk.download(f"at import of {names[0]}")
+        if names == ["needs"] and not fetched:
+            raise LookupError("Resource punkt_tab not found")
+        return {"tasks": {names[0]: None}}
+
+    manager: Any = types.SimpleNamespace(load=load)
+    assert (_load(manager, "plain"), fetched) == ({"tasks": {"plain": None}}, [])
+    assert _load(manager, "needs") == {"tasks": {"needs": None}}
+    assert fetched[0] == "punkt_tab"

@@ -162,3 +162,10 @@ def test_key_tokens_of_other_samples_and_files_without_any_are_refused(
 def test_recipes_that_cannot_work_are_refused_by_key(texts: Path, keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check(section(texts, **keys))
+
+
+def test_key_tokens_must_be_given_where_full_attention_cannot_choose_them(texts: Path) -> None:
+    given = section(texts).model_dump(mode="json") | {"attention": {"default": "nsa", "nsa": {"block_size": 32}}}
+    problem = r"longppl\.keys: given none, but layers of nsa have no full attention on the same weights, which chooses"
+    with pytest.raises(ConfigError, match=problem):
+        check(RunConfig.model_validate(given))

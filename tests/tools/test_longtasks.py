@@ -112,8 +112,8 @@ def test_a_context_that_is_too_long_is_cut_and_the_question_stays(texts: Path, t
     assert text.endswith("\n\nQuestion: Who sleeps?\nAnswer:")
     assert ("59 the quick" in text) == (truncate == "middle")
     assert "30 the quick" not in text
-    assert not made.fits(path, 24)
-    with pytest.raises(DataError, match=rf"longtasks.lengths: given 24; a sample of {path} has \d+ tokens without its"):
+    assert made.excess(path, 24) > 0
+    with pytest.raises(DataError, match=rf"longtasks.lengths: given 24; the shortest sample of {path} has"):
         made.questions(path, 24)
 
 

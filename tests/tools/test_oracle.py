@@ -19,8 +19,8 @@ from moba_train.parallel.world import World, joined_world
 from moba_train.tools import oracle
 from moba_train.tools.oracle import Oracle, OracleConfig, label_of
 from moba_train.tools.report.chart import shown
+from moba_train.tools.report.evaluation_charts import oracle_charts
 from moba_train.tools.report.history import History, file_results
-from moba_train.tools.report.oracle_charts import oracle_charts
 from tests.evals.setting import built
 from tests.resolved import check
 from tests.tools.questions import context, recipe
@@ -74,6 +74,22 @@ def test_tokens_have_an_ideal_selection_alone(result: EvaluationResult) -> None:
     assert result.data["budgets"][2]["loss"].keys() == {"budget"}
 
 
+def test_capped_layers_get_no_uncapped_selection(texts: Path) -> None:
+    config = asking(texts, questions=[])
+    plain = config.model_dump(mode="json")
+    for overrides, kinds in (({0: {"kind": "capped"}}, ["capped", "oracle", "full"]), (None, None)):
+        attention = plain["attention"] | {"overrides": overrides} if overrides else {"default": "capped"}
+        config = RunConfig.model_validate(plain | {"attention": attention})
+        model = Transformer(config.model)
+        asked = built(Oracle, config)
+        if kinds is None:
+            with pytest.raises(DataError, match=r"evaluation.oracle: given layers of capped; allowed: some that kind"):
+                asked.run(context(config, model))
+        else:
+            layers = asked._attentions(context(config, model))["oracle 16/3"]
+            assert [layer.kind for layer in layers] == kinds
+
+
 def test_the_gate_of_the_own_sizes_is_the_own_attention(result: EvaluationResult) -> None:
     """The recipe's blocks of 16 and top 3, in the same layers."""
     assert result.data["attentions"]["moba"]["mean"] == result.data["attentions"]["gate 16/3"]["mean"]
@@ -109,12 +125,12 @@ def test_groups_of_heads_that_are_full_stay_full(texts: Path) -> None:
 
 def test_a_gate_of_groups_of_heads_keeps_its_other_options(texts: Path) -> None:
     given = asking(texts, budgets=[{"block_size": 16, "topk": 3}]).model_dump(mode="json")
-    part = {"groups": [1], "kind": "moba", "options": {"block_size": 32, "topk": 3, "key_conv": 3}}
+    part = {"groups": [1], "kind": "moba", "options": {"block_size": 32, "topk": 3, "backend": "reference"}}
     given["attention"] = {"default": "by_group", "by_group": {"parts": [part]}}
     config = RunConfig.model_validate(given)
     layers = built(Oracle, config)._attentions(context(config, Transformer(config.model)))["gate 16/3"]
     (gate,) = layers[0].options.parts  # type: ignore[attr-defined]
-    assert (gate.options.block_size, gate.options.key_conv) == (16, 3)
+    assert (gate.options.block_size, gate.options.backend) == (16, "reference")
 
 
 def test_a_model_whose_layers_are_all_full_is_made_sparse_in_all(texts: Path) -> None:

@@ -1,5 +1,6 @@
 """`moba-train profile-spans`: influences of a whole model, the command, and training with what it wrote."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from moba_train.attention.layout import Layout, packed_layout
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
-from moba_train.errors import ConfigError
+from moba_train.errors import ConfigError, UserError
 from moba_train.foreign_files import ROOTS
+from moba_train.mechanisms.capped import CappedKind
 from moba_train.model.build import build_attention, initialize_weights, observed_layers
 from moba_train.model.transformer import Transformer
 from moba_train.tools.cli import app
-from moba_train.tools.profile_spans import InfluenceObserver
+from moba_train.tools.profile_spans import InfluenceObserver, ProfileOptions, profile_spans
+from moba_train.tools.saved_recipe import open_checkpoint
 from moba_train.train import main
 from tests.commands import run_app
 from tests.resolved import check, stages_of
@@ -170,6 +173,15 @@ def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resume
     spans.unlink()  # a checkpoint has them in its own recipe
     result = run_app(app, "eval", runs[0], "--attention", "own")
     assert "moa" in result.output
+
+
+def test_layers_that_kind_full_cannot_replace_are_refused(tmp_path: Path) -> None:
+    """Their spans would be those of another model."""
+    saved = open_checkpoint(Path("runs/test"))
+    capped = LayerAttention("capped", CappedKind.Options())
+    saved = saved._replace(stage=replace(saved.stage, attention=(saved.stage.attention[0], capped)))
+    with pytest.raises(UserError, match="given layers of capped; allowed: those that kind full could replace"):
+        profile_spans(saved, ProfileOptions(tmp_path / "spans.yaml"), print)
 
 
 def test_spans_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.chat.template import Conversation
 from moba_train.tools.needle.answers import Question
 from moba_train.tools.needle.haystack import NaturalText, QuestionTokenizer
-from moba_train.tools.ruler.ruler import Ruler
-from moba_train.tools.text_tokenizer import load_tokenizer
+from moba_train.tools.tasks.ruler import Ruler
+from moba_train.tools.text_tokenizer import ChatTokenizer, load_tokenizer
 from tests.evals.setting import stage_setting
 from tests.tools.questions import VOCAB, recipe, recipe_texts
 
@@ -130,7 +130,7 @@ def test_a_chat_question_has_the_tokens_of_fine_tuning(texts: Path, tmp_path: Pa
     tokenizer = load_tokenizer(folder / "tok.model")
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
     (sample,) = load_chat_template(str(folder)).split(Conversation(messages)).samples
-    trained = encode_record(sample, tokenizer).ids.tolist()
+    trained = encode_record(sample, ChatTokenizer(tokenizer)).ids.tolist()
     begin, end = tokenizer.processor.piece_to_id("[INST]"), tokenizer.processor.piece_to_id("[/INST]")
     assert question.tokens[:2] == trained[:2] == [BOS, begin]
     assert question.prompt.count(end) == trained.count(end) == 1

@@ -19,7 +19,7 @@ from moba_train.tools.longppl import LongPPL
 from moba_train.tools.needle.answers import predicted_answers
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.needle_signal import NeedleSignalEvaluation
-from moba_train.tools.ruler.ruler import Ruler
+from moba_train.tools.tasks.ruler import Ruler
 from moba_train.tools.text_tokenizer import load_tokenizer
 from tests.evals.setting import built
 from tests.forked import forked

@@ -18,9 +18,8 @@ from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
 from moba_train.tools.needle.haystack import needle_frame, needle_sentence
-from moba_train.tools.ruler.ruler import Ruler
-from moba_train.tools.ruler.ruler_tasks import DEPTHS, TASKS
 from moba_train.tools.tasks.metrics import found_share
+from moba_train.tools.tasks.ruler import DEPTHS, TASKS, Ruler
 from moba_train.tools.tasks.sized import SizedTexts
 from tests.evals.setting import built, stage_setting
 from tests.resolved import check

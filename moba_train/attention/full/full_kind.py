@@ -18,6 +18,7 @@ from moba_train.attention.kernels.varlen import TorchFlash, VarlenKernel
 from moba_train.attention.kind import AttentionKind, KindFacts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection, head_parts
+from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -140,6 +141,11 @@ class FullKind(AttentionKind):
                 f"backend: given {options.backend!r} {context.layers}, which runs on {needs} only; the run trains on "
                 f"{context.device}; set auto"
             )
+
+    @classmethod
+    def full_attention(cls, options: FullAttention.Options, keep_windows: bool = False) -> LayerAttention:
+        """Itself."""
+        return LayerAttention(cls.name, options)
 
     def pairs(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Half of each document's square."""

@@ -19,6 +19,7 @@ from moba_train.attention.kind import (
 from moba_train.attention.moba.key_convolution import KeyConvolution
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.statistics import SOFTMAX
+from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
 
 
@@ -62,6 +63,12 @@ class MobaKind(AttentionKind):
     def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Zeros: keys are what they were, also if the convolution is inserted into a trained model."""
         return torch.zeros(shape, device=generator.device)
+
+    @classmethod
+    def full_attention(cls, options: MobaAttention.Options, keep_windows: bool = False) -> LayerAttention | None:
+        """Kind `full`; with a convolution over keys this kind, whose topk then holds every document."""
+        every = options.model_copy(update={"topk": 2**31, "backend": "auto"})
+        return LayerAttention(cls.name, every) if options.key_conv else super().full_attention(options)
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, None]:
         """One engine call, on keys behind the convolution."""

@@ -151,6 +151,10 @@ class NsaKind(AttentionKind):
         """Gates, compression and projections."""
         return NsaParameters(model, options.compressed_block)
 
+    @classmethod
+    def full_attention(cls, options: NsaOptions, keep_windows: bool = False) -> None:
+        """None: the sum of three branches is no softmax over all keys."""
+
     def mix(self, layer: LayerInput, parameters: NsaParameters) -> tuple[Tensor, Tensor | None]:
         """The three branches' outputs, each times its gate."""
         options = self.options

@@ -9,7 +9,7 @@ from moba_train.errors import DataError
 from moba_train.foreign_files import folder_roots, read_foreign, read_foreign_json
 from moba_train.tools.chat.confined_template import ConfinedTemplate
 from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, TemplateDefinition
-from moba_train.tools.special_tokens import read_object, special_tokens
+from moba_train.tools.text_tokenizer import read_object, special_tokens
 
 Template = ChatTemplate | ConfinedTemplate
 """A chat template, in this process or in one of its own."""

@@ -16,9 +16,8 @@ from moba_train.mechanisms.lora import CHANGE, CHECKSUM, A, B, LoraOptions, chec
 from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec
 from moba_train.output_files import write_new
-from moba_train.tools.convert.hf_export import hf_config, write_safetensors
+from moba_train.tools.convert.hf_export import hf_config, new_folder, write_safetensors
 from moba_train.tools.convert.model_card import CARD, adapters_card
-from moba_train.tools.convert.new_folder import new_folder
 from moba_train.tools.hf.config import is_hf_folder, read_family, read_model_config
 from moba_train.tools.hf.family import NUMBER, family_of
 from moba_train.tools.hf.files import SINGLE

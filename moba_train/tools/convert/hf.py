@@ -35,17 +35,18 @@ from moba_train.output_files import write_new
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.convert.adapters import MergedReader
 from moba_train.tools.convert.hf_export import (
+    check_new_folder,
     full_entry,
     hf_config,
     layer_entry,
     layer_problem,
+    new_folder,
     published_entry,
     read_layers,
     write_safetensors,
 )
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
 from moba_train.tools.convert.model_card import CARD, model_card
-from moba_train.tools.convert.new_folder import check_new_folder, new_folder
 from moba_train.tools.convert.with_code import code_config, code_families, code_problems, write_code
 from moba_train.tools.hf.config import CONFIG, read_family, read_length, read_model_config
 from moba_train.tools.hf.family import OF_FAMILIES, Family, family_of

@@ -1,14 +1,17 @@
 """The files of an exported Hugging Face folder: `config.json`, with each layer's attention, and weights.
 
-A writer holds the tensors of one file.
+A writer holds the tensors of one file. A folder is not left behind when its conversion fails or is interrupted.
 """
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,6 +42,12 @@ def hf_rope(rope: LayerRope) -> dict[str, Any]:
     if scaling.get("truncate"):
         del scaling["truncate"]  # the default, which older releases of transformers do not know
     return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": rope_type} | scaling}
+
+
+def rope_section(rope: LayerRope) -> dict[str, Any]:
+    """`rope` as transformers 5 reads it in `rope_parameters`."""
+    found = hf_rope(rope)
+    return {"rope_type": "default", "rope_theta": found["rope_theta"], **(found["rope_scaling"] or {})}
 
 
 def hf_length(rope: RopeConfig, trained: int) -> int:
@@ -214,3 +223,41 @@ def _part(number: int) -> str:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def check_new_folder(output: Path) -> None:
+    """Raise CheckpointError when `output` is a file, or a folder that is not empty."""
+    if output.exists() and not output.is_dir():
+        raise CheckpointError(f"{output}: is a file; give a new folder")
+    if output.exists() and any(output.iterdir()):
+        raise CheckpointError(f"{output}: is not empty; give a new folder")
+
+
+@contextlib.contextmanager
+def new_folder(output: Path) -> Iterator[None]:
+    """Make `output`. When anything is raised inside, also by Ctrl-C, remove all that was written into it.
+
+    Raises CheckpointError as `check_new_folder`, and when something cannot be written.
+    """
+    check_new_folder(output)
+    existed = output.exists()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        _empty(output, existed)
+        if isinstance(error, OSError | SafetensorError):
+            raise CheckpointError(f"{output}: cannot be written ({error})") from error
+        raise
+
+
+def _empty(output: Path, keep: bool) -> None:
+    """Remove the contents of `output`, and `output` unless `keep`, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        for path in output.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+        if not keep:
+            output.rmdir()

@@ -6,9 +6,7 @@ sentencepiece models   copied as tokenizer.model, and converted to tokenizer.jso
                        an architecture may split text in another way, or reads no sentencepiece model at all
 """
 
-import contextlib
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +14,18 @@ from typing import Any
 
 from moba_train.data.tokenizer import CHAT_TEMPLATES, TIKTOKEN, TOKENIZER_CONFIG, tokenizer_file
 from moba_train.errors import DataError
-from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, parse_json, read_foreign
-from moba_train.output_files import new_file
+from moba_train.foreign_files import TOKENIZER_BYTES, parse_json, read_foreign
+from moba_train.output_files import write_new
 from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
 from moba_train.tools.inference.corpus_marks import CorpusMarks, token_ids
-from moba_train.tools.special_tokens import GENERATION_CONFIG, SPECIAL_TOKENS_MAP, token_texts
-from moba_train.tools.text_tokenizer import Tokenizer, load_tokenizer
+from moba_train.tools.text_tokenizer import (
+    GENERATION_CONFIG,
+    SPECIAL_TOKENS_MAP,
+    Tokenizer,
+    load_tokenizer,
+    token_texts,
+)
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -37,8 +40,6 @@ _BESIDE_ANY = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, *CHAT_TEMPLATES, GENERATION
 """Files that belong to the tokenizer in the same folder, for any name of it."""
 _BESIDE_JSON = (SENTENCEPIECE, "added_tokens.json", "vocab.json", "merges.txt")
 """Other forms of the vocabulary in a tokenizer.json."""
-_COMPANIONS = (TOKENIZER_JSON, *_BESIDE_JSON, *_BESIDE_ANY)
-"""Files of a Hugging Face folder that belong to the tokenizer, not to the model."""
 _KEYS_OF_OTHER_CLASSES = ("legacy", "sp_model_kwargs", "add_prefix_space", "use_default_system_prompt", "auto_map")
 """Keys of tokenizer_config.json that say how another class reads a sentencepiece model."""
 
@@ -327,27 +328,12 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def copy_tokenizer(path: Path, output: Path, roots: Sequence[Path]) -> None:
-    """Copy the tokenizer at `path`, with the files that belong to it, into the folder `output`, which is created.
-
-    Raises DataError, before anything is created, when a file cannot be read or does not lie below one of `roots`.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            files = [
-                (file.name, stack.enter_context(open_foreign(file, TOKENIZER_BYTES, roots)))
-                for file in _tokenizer_files(path)
-            ]
-        except (OSError, ValueError) as error:
-            raise DataError(f"the tokenizer {path} cannot be copied: {error}") from error
-        output.mkdir(parents=True, exist_ok=True)
-        for name, source in files:
-            with new_file(output / name) as target:
-                shutil.copyfileobj(source, target)
-
-
-def _tokenizer_files(path: Path) -> list[Path]:
-    """The tokenizer at `path`, and the files in the same folder that belong to it."""
-    folder = path if path.is_dir() else path.parent
-    companions = [folder / name for name in _COMPANIONS if (folder / name).exists()]
-    return companions if path.is_dir() or path in companions else [path, *companions]
+def copy_tokenizer(folder: Path, output: Path, roots: Sequence[Path]) -> None:
+    """Copy the tokenizer of `folder`, in all of its forms, into the folder `output`. Raises DataError, before anything
+    is written, when a file cannot be read or does not lie below one of `roots`."""
+    try:
+        files = _read_beside(folder / TOKENIZER_JSON, (TOKENIZER_JSON, *_BESIDE_JSON, *_BESIDE_ANY), roots)
+    except (OSError, ValueError) as error:
+        raise DataError(f"the tokenizer {folder} cannot be copied: {error}") from error
+    for name, content in files.items():
+        write_new(output / name, content)

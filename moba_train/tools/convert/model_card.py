@@ -14,9 +14,8 @@ from moba_train.checkpoint.recipe import run_folder
 from moba_train.checkpoint.retention import Evaluated
 from moba_train.errors import UserError
 from moba_train.foreign_files import folder_roots, read_foreign_json
-from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.convert.hf_export import full_entry, published_entry
-from moba_train.tools.saved_recipe import SavedRun, saved_training
+from moba_train.tools.saved_recipe import SavedRun, saved_training, trained_stages
 
 CARD = "README.md"
 _MOST_ROWS = 200
@@ -90,11 +89,9 @@ def _training(saved: SavedRun) -> Iterator[str]:
     if saved.config.init_from is not None:
         began = f"Training began with the weights of `{_plain(Path(saved.config.init_from).name)}`"
         yield f"{began}{', to which it added adapters' if saved.spec.adapters else ''}.\n"
-    exited = read_meta(saved.path)["progress"].get("exited_steps")
-    run = resolve_unchecked(saved.config).after_exit(exited if isinstance(exited, dict) else {})
     yield "| stage | length | tokens | learning rate | rope | data (share of the tokens) |"
     yield "|---|---|---|---|---|---|"
-    for stage in run.stages[: saved.stage.index + 1]:
+    for stage in trained_stages(saved.path):
         ended = stage.index < saved.stage.index
         tokens = (stage.end_token if ended else training.tokens) - stage.first_token
         total = sum(source.weight for source in stage.sources)

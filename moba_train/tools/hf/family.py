@@ -1,7 +1,7 @@
 """Families of published models: what the config.json of each says, as our `model` section, and names of its tensors.
 
 A family is one class and one entry point of the group `moba_train.model_families`, whose name is its `model_type`.
-Llama (also SmolLM2), Qwen2 and Qwen3 are here.
+Llama (also SmolLM2), Qwen2, Qwen3 and Granite are here.
 """
 
 import re
@@ -14,7 +14,7 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.registry import MODEL_FAMILIES
-from moba_train.tools.hf.rope import ROPE_SECTIONS, TRAINED, read_rope, unused_keys
+from moba_train.tools.hf.rope import ROPE_SECTIONS, TRAINED, read_rope, turning_fraction, unused_keys
 
 T = TypeVar("T")
 
@@ -109,6 +109,8 @@ class Family:
     """Beginnings of the names of tensors that the model is one without."""
     windows: ClassVar[bool] = False
     """True if `layer_types` may name layers with a sliding window."""
+    turning: ClassVar[float | None] = None
+    """Part of each head that turns, where a config may say it and does not; None: all of it, always."""
     pattern: ClassVar[tuple[str, ...]] = ("full_attention",)
     """Types of the first layers, which repeat, where the config has no `layer_types`."""
     needs_code: ClassVar[bool] = False
@@ -166,14 +168,18 @@ class Family:
             if config.get(key, value) != value:
                 raise CheckpointError(f"{key} is {given(config[key])}, allowed: {value!r}")
         found = {ours: config[theirs] for ours, theirs in self.same.items()}
-        return found | {"head_dim": config.get("head_dim"), "rope": read_rope(config)} | self.model
+        rope = read_rope(config, 1.0 if self.turning is None else turning_fraction(config, self.turning))
+        return found | {"head_dim": config.get("head_dim"), "rope": rope} | self.model
 
     def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """`layer_types` of the config, or what transformers takes for them: here, those of `pattern`."""
-        found = config.get("layer_types") or [
-            self.pattern[layer % len(self.pattern)] for layer in range(config["num_hidden_layers"])
-        ]
+        """`layer_types` of the config, or what transformers takes for them."""
+        given_types = config.get("layer_types")
+        found = self.usual_types(config) if given_types is None else given_types
         return found if isinstance(found, list) else [found]
+
+    def usual_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Types of the layers of a config without `layer_types`: here, those of `pattern`."""
+        return [self.pattern[layer % len(self.pattern)] for layer in range(config["num_hidden_layers"])]
 
     def attention(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Kind and options of each layer that does not attend to all tokens before; of the others an empty dict.
@@ -263,6 +269,28 @@ class Qwen3(Qwen2):
     architecture = "Qwen3ForCausalLM"
     defaults = Qwen2.defaults | {"head_dim": 128}
     model = {"qk_norm": True}
+
+
+_GRANITE = {
+    "embedding_scale": "embedding_multiplier",
+    "attention_scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logits_divisor": "logits_scaling",
+}
+
+
+class Granite(Family):
+    """Dense Granite models."""
+
+    architecture = "GraniteForCausalLM"
+    same = Family.same | _GRANITE
+    defaults = Family.defaults | dict.fromkeys(_GRANITE.values(), 1.0)
+    heads_divide_width = False
+
+    def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The factor on scores also where it is the usual one, which is not transformers' default."""
+        scale = model.attention_scale or model.head_width**-0.5
+        return super().written(model, attention) | {"attention_multiplier": scale}
 
 
 def family_of(model_type: object) -> Family:

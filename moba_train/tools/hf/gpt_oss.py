@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moba_train.config.model import ModelConfig
-from moba_train.tools.convert.hf_export import hf_rope
+from moba_train.tools.convert.hf_export import rope_section
 from moba_train.tools.hf.experts import LOSS, experts_of, read_experts, written_router
 from moba_train.tools.hf.family import Family, Fused
 
@@ -82,11 +82,9 @@ class GptOss(Family):
         """With the keys of experts, and the rotary embedding also where it is the ordinary one, which is not
         transformers' default."""
         moe = experts_of(model)
-        rope = hf_rope(model.rope)
-        section = {"rope_type": "default", "rope_theta": rope["rope_theta"], **(rope["rope_scaling"] or {})}
         return super().written(model, attention) | {
             "attention_bias": True,
-            "rope_parameters": section,
+            "rope_parameters": rope_section(model.rope),
             **{theirs: getattr(moe, ours) for ours, theirs in _KEYS.items()},
             **written_router(moe),
         }

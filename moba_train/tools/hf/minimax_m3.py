@@ -11,7 +11,6 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.tools.hf.family import OF_ALL, Family
-from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
 
 _SPARSE = "minimax_m3_sparse"
 _INDEX = {"index_n_heads": "kv_heads", "index_head_dim": "head_dim"}
@@ -38,6 +37,7 @@ class MiniMaxM3(Family):
         "sparse_attention_config": None,  # an older form of the keys index_*
     }
     heads_divide_width = False
+    turning = 1.0
     others = frozenset(
         {
             *("hidden_act", "rotary_dim", "partial_rotary_factor", "mlp_layer_types", "intermediate_size"),
@@ -48,14 +48,13 @@ class MiniMaxM3(Family):
     names = Family.names | {f"feed_forward.{part}_proj": "mlp.gate_up_proj" for part in ("gate", "up")}
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """With the part of each head that turns. Refuses layers with experts, which are those not named."""
+        """Refuses layers with experts, which are those not named."""
         layers = config["num_hidden_layers"]
         if config.get("mlp_layer_types") != ["dense"] * layers:
             raise CheckpointError(
                 f"mlp_layer_types is {given(config.get('mlp_layer_types'))}, allowed: dense in all {layers} layers"
             )
-        plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
-        return super().values(plain) | {"rope": read_rope(config, turning_fraction(config))}
+        return super().values(config)
 
     def attention(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """`msa` in the sparse layers."""

@@ -13,7 +13,6 @@ from moba_train.errors import CheckpointError
 from moba_train.tools.hf.experts import experts_of
 from moba_train.tools.hf.family import Fused
 from moba_train.tools.hf.qwen3_moe import Qwen3Moe
-from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
 
 _GDN = "attention.gdn."
 _SHARED = "shared_expert_intermediate_size"
@@ -42,6 +41,7 @@ class Qwen3Next(Qwen3Moe):
     model = {"qk_norm": True, "centered_norms": True, "gate_layers": "all", "output_gate": "channel"}
     fixed = Qwen3Moe.fixed | {"linear_conv_kernel_dim": 4}
     others = Qwen3Moe.others | {"partial_rotary_factor"}
+    turning = 0.25
     left_aside = ("mtp.",)
     names = Qwen3Moe.names | {
         "attention.output_gate": "self_attn.q_proj",
@@ -65,15 +65,12 @@ class Qwen3Next(Qwen3Moe):
         "linear_attn.conv1d.weight": Fused(single=True),
     }
 
-    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """Full attention in every fourth layer, unless the config says which."""
+    def usual_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Full attention in every fourth layer, or what a key of its own says."""
         every = config["full_attention_interval"]
         if type(every) is not int or every < 1:
             raise CheckpointError(f"full_attention_interval is {given(every)}, allowed: integer >= 1")
-        found = config.get("layer_types") or [
-            _TYPES[(layer + 1) % every == 0] for layer in range(config["num_hidden_layers"])
-        ]
-        return super().layer_types(dict(config) | {"layer_types": found})
+        return [_TYPES[(layer + 1) % every == 0] for layer in range(config["num_hidden_layers"])]
 
     def attention(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Gated DeltaNet in linear layers."""
@@ -87,16 +84,14 @@ class Qwen3Next(Qwen3Moe):
         return [{"kind": "gdn", "heads": heads} if kind == _TYPES[0] else {} for kind in types]
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """With the shared expert, the part of heads that turns, and the linear layers."""
-        plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
-        found = super().values(plain)
+        """With the shared expert and the linear layers."""
+        found = super().values(config)
         width = config["moe_intermediate_size"]
         if type(shared := config[_SHARED]) is not int or shared < 1 or shared % width:
             raise CheckpointError(f"{_SHARED} is {given(shared)}, allowed: multiples of moe_intermediate_size, {width}")
         moe = found["moe"].model_copy(update={"shared": shared // width, "shared_gate": True})
         bare = [layer for layer, entry in enumerate(self.attention(config)) if entry]
-        rope = read_rope(config, turning_fraction(config, 0.25))
-        return found | {"moe": moe, "rope": rope, "bare_layers": bare or "none"}
+        return found | {"moe": moe, "bare_layers": bare or "none"}
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """With the heads of linear layers, `partial_rotary_factor` and the shared expert."""

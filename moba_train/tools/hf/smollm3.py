@@ -38,14 +38,14 @@ class SmolLM3(Family):
             raise CheckpointError(f"no_rope_layers is {given(found)}, allowed: a list of {layers} numbers, 0 or 1")
         return found[:layers]
 
+    def usual_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Windows in all layers without positions."""
+        return ["full_attention" if turns else "sliding_attention" for turns in self._turning(config)]
+
     def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """Windows where `layer_types` says so, or else in all layers without positions; none without
-        `use_sliding_window`."""
+        """No windows without `use_sliding_window`."""
         windows = config.get("use_sliding_window") and config.get("sliding_window") is not None
-        found = config.get("layer_types") or [
-            "full_attention" if turns else "sliding_attention" for turns in self._turning(config)
-        ]
-        types = super().layer_types(dict(config) | {"layer_types": found})
+        types = super().layer_types(config)
         return types if windows else ["full_attention" if kind == "sliding_attention" else kind for kind in types]
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Families whose window layers and full layers have rotary embeddings of their own."""
+"""Families with windows in most layers, whose rotary embeddings are their own: OLMo 3, and OLMo 2 next to it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from moba_train.config.explain import given
 from moba_train.config.model import LayerRope, ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.tools.convert.hf_export import hf_rope
+from moba_train.tools.convert.hf_export import hf_rope, rope_section
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.rope import read_rope
 
@@ -18,24 +18,8 @@ class Windowed(Family):
 
     windows = True
     heads_divide_width = False
-    full_every: ClassVar[int]
-    """Layers of which one is full, the last, where the config does not say."""
-
-    def every(self, config: Mapping[str, Any]) -> int:
-        """Layers of which one is full, the last, where the config does not say which."""
-        return self.full_every
-
-    def window_theta(self, config: Mapping[str, Any]) -> Any:
-        """Base of the window layers' frequencies in a config of transformers 4."""
-        return config["rope_theta"]
-
-    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
-        """Windows in all layers but each `every`th, unless the config says which."""
-        found = config.get("layer_types")
-        if found is not None:
-            return found if isinstance(found, list) else [found]
-        every = self.every(config)
-        return [TYPES[(layer + 1) % every != 0] for layer in range(config["num_hidden_layers"])]
+    window_theta: ClassVar[str] = "rope_theta"
+    """Key with the base of the window layers' frequencies in a config of transformers 4."""
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The embedding of the full layers, and overrides where that of the window layers is another one."""
@@ -54,7 +38,7 @@ class Windowed(Family):
         full_section, window_section, scaling = sections.values()
         plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
         full = read_rope(plain | {"rope_parameters": full_section | scaling})
-        own = {"rope_theta": self.window_theta(config)} | window_section
+        own = {"rope_theta": config[self.window_theta]} | window_section
         window = read_rope(plain | {"rope_parameters": own})
         rope = full.model_dump(exclude_unset=True)
         if window != full and TYPES[1] in types:
@@ -69,10 +53,28 @@ class Windowed(Family):
         windows = [rope for rope, layer in zip(ropes, attention, strict=True) if layer]
         window = windows[0] if windows else ropes[0]
         full = next((rope for rope, layer in zip(ropes, attention, strict=True) if not layer), model.rope)
-        by_type = {name: _section(rope) for name, rope in zip(TYPES, (full, window), strict=True)}
+        by_type = {name: rope_section(rope) for name, rope in zip(TYPES, (full, window), strict=True)}
         return super().written(model, attention) | hf_rope(full) | {"rope_parameters": by_type}
 
 
-def _section(rope: LayerRope) -> dict[str, Any]:
-    found = hf_rope(rope)
-    return {"rope_type": "default", "rope_theta": found["rope_theta"], **(found["rope_scaling"] or {})}
+class Olmo2(Family):
+    """OLMo 2: all layers attend to all tokens before."""
+
+    architecture = "Olmo2ForCausalLM"
+    defaults = Family.defaults | {"rms_norm_eps": 1e-5}
+    model = {"norms": "post", "qk_norm": "all_heads"}
+    names = {key: value for key, value in Family.names.items() if not key.endswith("_norm")} | {
+        "attention_post_norm": "post_attention_layernorm",
+        "feed_forward_post_norm": "post_feedforward_layernorm",
+    }
+    heads_divide_width = False
+
+
+class Olmo3(Windowed):
+    """OLMo 3: three of four layers have a window; others scale RoPE."""
+
+    architecture = "Olmo3ForCausalLM"
+    defaults = Olmo2.defaults | {"sliding_window": 4096, "rope_theta": 500_000.0}
+    model = Olmo2.model
+    names = Olmo2.names
+    pattern = (TYPES[1], TYPES[1], TYPES[1], TYPES[0])

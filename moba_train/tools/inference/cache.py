@@ -5,7 +5,6 @@ Shape suffixes: T queries of this call, R rows of the cache, H query heads, K ke
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 from math import gcd
 from typing import Literal, get_args
@@ -19,10 +18,12 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.cached_keys import CachedKeys, last_tokens
 from moba_train.attention.kernels.common.merge import with_sink
 from moba_train.attention.kernels.table import kernel_decodes
+from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention
 from moba_train.attention.shard import Generation, Shard, ShardPlace, States
+from moba_train.model.build import attention_of_new_tokens
 
 Decode = Literal["full", "own"]
 """Attention of new tokens: full attention, as in the MoBA paper, or each layer's own attention kind."""
@@ -106,10 +107,11 @@ class CachedAttention(Engine):
     block) are computed once, when their unit is complete.
     """
 
-    def __init__(self, plan: CachePlan, decode: Decode) -> None:
-        """plan: shared by all layers; decode: attention of new tokens."""
+    def __init__(self, plan: CachePlan, decode: Decode, kind: AttentionKind) -> None:
+        """plan: shared by all layers; decode: attention of new tokens; kind: the layer's."""
         self._plan = plan
         self._decode = decode
+        self._full = attention_of_new_tokens(kind) if decode == "full" else None
         self._stored: dict[LocalAttention, _Stored] = {}
         self._gathered: dict[str, Tensor] = {}
         self._states = _RunningStates(plan)
@@ -124,13 +126,12 @@ class CachedAttention(Engine):
         plan = self._plan
         stored = self._append(k_TKD, v_TKD, attention)
         cached = CachedKeys(stored.k_RKD, stored.v_RKD, plan.ranges(), plan.layout, None)
-        if plan.prompt is None and self._decode == "full" and attention.facts.decodes_full:
-            attention = full_attention(q_THD.shape[-1])
+        if plan.prompt is None:
+            attention = self._full or attention
             plan.unit = _repeated(attention, q_THD, plan.unit)
-            return attention.decode(q_THD, cached)
-        plan.unit = _repeated(attention, q_THD, plan.unit) if plan.prompt is None else plan.unit
-        self._summarize(stored, attention)
-        cached = replace(cached, summaries=self._packed_summaries(stored, attention))
+        if plan.prompt is not None or self._full is None:
+            self._summarize(stored, attention)
+            cached = replace(cached, summaries=self._packed_summaries(stored, attention))
         if plan.prompt is None and isinstance(attention, Decodes):
             return attention.decode(q_THD, cached)
         return decode_as_trained(attention, q_THD, cached)
@@ -278,9 +279,3 @@ def _repeated(attention: LocalAttention, q_BHD: Tensor, unit: int) -> int:
     if type(attention) is not MobaAttention or attention.backend not in ("auto", "triton"):
         return 0
     return gcd(unit, attention.block_size) if unit and kernel_decodes(q_BHD, attention.block_size) else 0
-
-
-@cache
-def full_attention(head_dim: int) -> FullAttention:
-    """Full attention of new tokens with `decode: full`."""
-    return FullAttention(FullAttention.Options(), head_dim)

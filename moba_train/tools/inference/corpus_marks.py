@@ -15,7 +15,7 @@ from moba_train.tools.chat.load import parse_definition
 from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.hf.config import is_hf_folder
 from moba_train.tools.saved_recipe import SavedRun
-from moba_train.tools.special_tokens import GENERATION_CONFIG, read_object
+from moba_train.tools.text_tokenizer import GENERATION_CONFIG, read_object
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def generate_batch(
     # One for each sequence, so that an answer does not depend on what else is in the batch.
     generators = [torch.Generator(device).manual_seed(sampling.seed + index) for index in range(len(prompts))]
     plan = CachePlan([len(prompt) + max_new_tokens for prompt in prompts], device)
-    model.set_engines([CachedAttention(plan, decode) for _ in model.blocks])
+    model.set_engines([CachedAttention(plan, decode, kind) for kind in model.attention_kinds()])
     repeated = RepeatedToken(model, plan, record) if record and len(prompts) == 1 else None
     try:
         logits = {index: _read(model, plan, index, prompt, on_prefill) for index, prompt in enumerate(prompts)}

@@ -140,12 +140,11 @@ def _ranks_per_node(given: int | None, starts_here: bool) -> int:
         return given or GPUS_PER_NODE
     import torch
 
-    here = torch.cuda.device_count()
-    if given is not None and 0 < here < given:  # without a GPU any number of ranks shares the CPU, as in `train --gpus`
-        raise LaunchError(
-            f"--gpus-per-node: given {given} with --start; allowed: at most {here}, the GPUs of this machine"
-        )
-    return given or here or 1
+    from moba_train.tools.launch.torchrun import check_ranks
+
+    if given is not None:
+        check_ranks(given, "--gpus-per-node")
+    return given or torch.cuda.device_count() or 1
 
 
 def _give(text: str, command: list[str], start: bool) -> None:

@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from moba_train.errors import (
+    LAUNCHER_FOLDER,
     OWN_CODES,
-    REFUSED_FILE,
     BrokenNodeError,
     LaunchError,
     ReproducibleFaultError,
@@ -32,7 +33,6 @@ from moba_train.errors import (
 from moba_train.output_files import write_atomically
 from moba_train.run.stop import (
     BEFORE_TRAINING,
-    LAUNCHER_FOLDER,
     LEFT_BEHIND,
     STOP_LIMIT,
     STOPPED,
@@ -60,6 +60,12 @@ for."""
 
 LONGEST_STOP_S = 604_800
 """The most seconds, a week, that it may ask for."""
+
+TOGETHER_S = 30.0
+"""Seconds that the launcher of a node that is stopped alone waits for the others', whose ranks end by the same step."""
+
+CPU_RANKS = 8
+"""Ranks that may share a CPU of fewer cores, to rehearse a node; each takes seconds of a core to start."""
 
 _KILLED = (
     "was killed by SIGKILL, as Linux and schedulers do when host memory has run out (dmesg or the job's log say so); "
@@ -106,7 +112,6 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
     with tempfile.TemporaryDirectory() as folder:
         os.environ[LAUNCHER_FOLDER] = folder
-        os.environ[REFUSED_FILE] = str(Path(folder) / "refused")
         _quiet_torchrun()
         with _orderly_end(Path(folder)) as codes:
             try:
@@ -134,14 +139,26 @@ def main(arguments: Sequence[str]) -> int:
         return stopped_code if _file(STOPPED).exists() else 0
 
 
+def check_ranks(ranks: int, option: str = "--gpus (--nproc-per-node, GPUS)") -> None:
+    """Raises LaunchError for more ranks than this machine has GPUs or, without any, than cores and than `CPU_RANKS`."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    most = gpus or max(os.cpu_count() or 1, CPU_RANKS)
+    if ranks > most:
+        why = "the GPUs of this machine" if gpus else f"as this machine has no GPU: {CPU_RANKS}, or one for each core"
+        raise LaunchError(f"{option}: given {ranks}; allowed: at most {most}, {why}")
+
+
 def _check(arguments: Sequence[str]) -> None:
-    """Raises LaunchError for arguments that would show as a traceback of torchrun's."""
+    """Raises LaunchError for arguments that would show as a traceback of torchrun's, or once per rank."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.run import config_from_args, parse_args
 
     args = parse_args([*arguments])
     try:
         config, _, _ = config_from_args(args)
+        check_ranks(config.nproc_per_node)
         is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
         finds_port = is_static and args.master_port is None and config.max_nodes == 1
         if args.standalone or finds_port or args.rdzv_backend not in ("static", "c10d"):
@@ -178,12 +195,18 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
     torchrun's own `--shutdown-timeout` (torch 2.13) is read when nothing is measured yet. So the functions that
     start the ranks and wait for their end are replaced. The latter also waits for the ranks that a failed one leaves
     behind; that keeps its 30 s, because they wait for the failed one and save nothing.
+
+    An agent whose ranks have ended waits 300 s for those of the other nodes, in a barrier that one with a signal does
+    not enter. Here it does, so that no launcher waits for a node that was stopped alone.
     """
+    from torch.distributed.elastic.agent.server.api import WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
 
     codes: dict[int, int | None] = {}
     start = PContext.start
     close = PContext.close
+    shutdown = LocalElasticAgent._shutdown
 
     def start_afresh(self: PContext) -> None:
         codes.clear()
@@ -211,13 +234,22 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
                 code = process.poll()
                 codes[rank] = None if killed and code == -signal.SIGKILL else code
 
-    PContext.start = start_afresh  # type: ignore[method-assign]  # torchrun calls these two by name
+    def shut_down_together(self: LocalElasticAgent, *how: Any, **more: Any) -> None:
+        shutdown(self, *how, **more)
+        ran = self._worker_group.state == WorkerState.HEALTHY  # else it comes from the barrier
+        if ran and isinstance(sys.exception(), SignalException) and all(code == 0 for code in codes.values()):
+            self._exit_barrier_timeout = TOGETHER_S
+            self._exit_barrier()
+
+    PContext.start = start_afresh  # type: ignore[method-assign]  # torchrun calls these three by name
     PContext.close = close_in_order  # type: ignore[method-assign,assignment]  # all are of this class
+    LocalElasticAgent._shutdown = shut_down_together  # type: ignore[method-assign]  # as above
     try:
         yield codes
     finally:
         PContext.start = start  # type: ignore[method-assign]  # as they were
         PContext.close = close  # type: ignore[method-assign]  # as they were
+        LocalElasticAgent._shutdown = shutdown  # type: ignore[method-assign]  # as it was
 
 
 def _file(name: str) -> Path:

@@ -9,8 +9,9 @@ import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,20 +38,52 @@ from moba_train.tools.evaluate import (
     warn_of_length,
     write_results,
 )
+from moba_train.tools.inference.cache import Decode
 from moba_train.tools.inference.corpus_marks import CorpusMarks, corpus_marks, ends_of_text
 from moba_train.tools.lm_eval.language_model import NativeLM
-from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
-from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
+from moba_train.tools.lm_eval.tasks import SHORTEST, Loaded, load_tasks
 from moba_train.tools.needle.full_answers import modes_of
 from moba_train.tools.saved_recipe import SavedRun
-from moba_train.tools.special_tokens import GENERATION_CONFIG, SPECIAL_TOKENS_MAP
-from moba_train.tools.text_tokenizer import HuggingFaceTokenizer
+from moba_train.tools.text_tokenizer import GENERATION_CONFIG, SPECIAL_TOKENS_MAP, HuggingFaceTokenizer
 
 _CLASS = "PreTrainedTokenizerFast"
 _TRIAL = "A trial text: 0 a\n"
 _UNLIMITED = 10**30
 """Number by which transformers marks no limit: tasks measure texts before they shorten them."""
 _FILES = (TOKENIZER_JSON, SPECIAL_TOKENS_MAP, *CHAT_TEMPLATES, GENERATION_CONFIG)
+
+
+@dataclass(frozen=True)
+class LmEvalOptions:
+    """Tasks and the way to run them; None leaves a choice to the task or to the checkpoint."""
+
+    tasks: tuple[str, ...]
+    """Names of tasks, groups and tags of the package; `*` stands for any text."""
+    attention: Literal["own", "full", "both"] = "own"
+    decode: Decode = "full"
+    answer: Decode = "own"
+    """full: each attention but full also with full attention for the answers that are scored."""
+    limit: float | None = None
+    """Samples of each task; below 1: this share of them."""
+    num_fewshot: int | None = None
+    batch_size: int = 8
+    """Prompts that are continued together."""
+    seq_len: int | None = None
+    """Tokens of the longest text that the model reads, instead of the stage's length."""
+    lengths: tuple[int, ...] = ()
+    """Lengths of the samples of RULER's tasks; empty: `seq_len`."""
+    include_path: Path | None = None
+    """Folder with tasks of the user's own."""
+    apply_chat_template: bool = False
+    overrides: tuple[str, ...] = ()
+    """`key.path=value`, laid over the checkpoint's recipe."""
+    output: Path | None = None
+    """Folder for `evaluation.json`; the result is written into the run's folder in any case."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The options that bear on the numbers, as JSON values."""
+        others = ("batch_size", "include_path", "output")
+        return {name: value for name, value in asdict(self).items() if name not in others}
 
 
 def open_hf_tokenizer(

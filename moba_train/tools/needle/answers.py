@@ -5,9 +5,10 @@ generates.
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,15 +22,56 @@ from moba_train.attention.observer import Observer, observing
 from moba_train.attention.protocol import LocalAttention, Selection
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
-from moba_train.errors import UserError
-from moba_train.evals.evaluation import EvaluationContext
+from moba_train.errors import DataError, UserError
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationSetting
 from moba_train.model.part import own_layers
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import most_likely_tokens
 from moba_train.tools.inference.cache import Decode
 from moba_train.tools.inference.generate import generate
 from moba_train.tools.needle.full_answers import full_from
+from moba_train.tools.needle.haystack import stage_lengths
+from moba_train.tools.needle.options import AnswersConfig
 from moba_train.tools.text_tokenizer import TextTokenizer
+
+AnyAnswers = TypeVar("AnyAnswers", bound=AnswersConfig)
+
+
+class QuestionsByLength(Evaluation[AnyAnswers]):
+    """Base of evaluations whose samples have one of several `lengths`, in tokens."""
+
+    def choose_lengths(
+        self, setting: EvaluationSetting, fits: Callable[[int], bool], check: Callable[[int], object], least: int = 0
+    ) -> None:
+        """Set `lengths`: those of the options that the stage has, above `least`, or of the usual ones those that
+        samples fit in. Without any, sets `missing`. check: raises DataError for a length that has no samples."""
+        usual = self._options.lengths is None
+        given = [length for length in stage_lengths(self._options, setting.stage) if length > least]
+        self.lengths = [length for length in given if not usual or fits(length)]
+        self._check_length = check
+        if not self.lengths:
+            seq_len = setting.stage.seq_len
+            above = f" and above {least}" if least else ""
+            self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {seq_len}{above}"
+            if usual and not above:
+                try:
+                    check(seq_len)
+                except DataError as error:  # by how much the samples do not fit
+                    self.missing = str(error)
+
+    @classmethod
+    def data_problems(cls, options: AnyAnswers, setting: EvaluationSetting) -> Iterator[str]:
+        """No given length that the stage has."""
+        if not stage_lengths(options, setting.stage):
+            seq_len = setting.stage.seq_len
+            yield f"{cls.key}.lengths has none of at most seq_len {seq_len}; add one"
+
+    @classmethod
+    def check_samples(cls, options: AnyAnswers, setting: EvaluationSetting) -> None:
+        """Raise DataError for lengths without samples, and for files and texts that do not give them."""
+        made = cls(options, setting)
+        for length in made.lengths:
+            made._check_length(length)
 
 
 class SelectedBlocks(Observer):

@@ -21,12 +21,11 @@ from moba_train.data.tokenizer import tokenizer_file, tokenizer_hashes
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.foreign_files import folder_roots, read_foreign_json, working_roots
-from moba_train.tools.chat import control_tokens
 from moba_train.tools.chat.load import Template, load_chat_template, parse_definition, recorded_template
 from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.inference.corpus_marks import CorpusMarks, ends_of_text
 from moba_train.tools.needle.options import AnswersConfig
-from moba_train.tools.text_tokenizer import load_text_tokenizer
+from moba_train.tools.text_tokenizer import ChatTokenizer, load_text_tokenizer
 
 _ADJECTIVES = """
 able amber ancient arctic bitter black blank blind blue bold brave brief bright broad broken bronze brown busy
@@ -178,7 +177,7 @@ class QuestionTokenizer:
         self.path = path
         self.model_vocab_size = model_vocab_size
         self._text = load_text_tokenizer(path)
-        self._chat = chat
+        self._prompts = ChatTokenizer(self._text) if chat else self._text
         self._marks = CorpusMarks.from_sidecar(info)
         self.vocab_size = self._text.vocab_size
         self.eos_id = self._text.eos_id
@@ -201,7 +200,7 @@ class QuestionTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` within a prompt."""
-        return control_tokens.encode(self._text, text) if self._chat else self._text.encode(text)
+        return self._prompts.encode(text)
 
     def begin(self, text: str) -> list[int]:
         """Token ids of `text` at the beginning of a prompt."""

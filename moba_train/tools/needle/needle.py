@@ -8,9 +8,10 @@ from typing import Any
 from moba_train.attention.layout import TokenRange
 from moba_train.config.base import format_count
 from moba_train.errors import DataError
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
+from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.tools.needle.answers import (
     Question,
+    QuestionsByLength,
     SelectedBlocks,
     encode_segments,
     generated_answers,
@@ -28,7 +29,6 @@ from moba_train.tools.needle.haystack import (
     needle_parts,
     open_tokenizer,
     separated,
-    stage_lengths,
 )
 from moba_train.tools.needle.options import HiddenNeedles, NeedleConfig
 
@@ -36,7 +36,7 @@ GENERATED = 16
 """Tokens that are generated for each needle, at least: numbers have seven digits."""
 
 
-class Needle(Evaluation[NeedleConfig]):
+class Needle(QuestionsByLength[NeedleConfig]):
     """Share of the samples, over lengths and depths, in which every token of the answer is the most likely one."""
 
     name = "needle"
@@ -49,17 +49,7 @@ class Needle(Evaluation[NeedleConfig]):
         super().__init__(options, setting)
         self._trained_length = setting.trained_length
         self._texts = NeedleTexts(options, setting, self.key, options.chat)
-        self.lengths = stage_lengths(options, setting.stage)
-        if options.lengths is None:
-            self.lengths = [length for length in self.lengths if self._texts.fits(length)]
-        if not self.lengths:
-            seq_len = setting.stage.seq_len
-            self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {seq_len}"
-            if options.lengths is None:
-                try:
-                    self._texts.check(seq_len)
-                except DataError as error:  # by how much the needles do not fit
-                    self.missing = str(error)
+        self.choose_lengths(setting, self._texts.fits, self._texts.check)
 
     @classmethod
     def problems(cls, options: NeedleConfig, setting: EvaluationSetting) -> Iterator[str]:
@@ -75,20 +65,6 @@ class Needle(Evaluation[NeedleConfig]):
         if options.answer == "full":
             return f"{cls.key}.answer: given 'full'", "set it to own"
         return (f"{cls.key}.generate: given true", "set it to false") if options.generate else None
-
-    @classmethod
-    def data_problems(cls, options: NeedleConfig, setting: EvaluationSetting) -> Iterator[str]:
-        """No given length that the stage has."""
-        if not stage_lengths(options, setting.stage):
-            seq_len = setting.stage.seq_len
-            yield f"{cls.key}.lengths has none of at most seq_len {seq_len}; add one"
-
-    @classmethod
-    def check_samples(cls, options: NeedleConfig, setting: EvaluationSetting) -> None:
-        """Raise DataError for lengths that leave no room for the needles, and for too little text around them."""
-        needle = cls(options, setting)
-        for length in needle.lengths:
-            needle._texts.check(length)
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`needle` with the own attention; `needle_full` with full attention on the same weights."""

@@ -29,13 +29,12 @@ from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.observer import AttentionCall, Observer
 from moba_train.config.base import Length, Section, format_count
 from moba_train.config.evaluation import ATTENTION
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
+from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.mechanisms.probes.probing import gathered, gathered_rows
 from moba_train.model.build import observed_layers
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.world import sum_over_ranks
-from moba_train.tools.needle.answers import Question, answer_batch, padded_length
-from moba_train.tools.needle.haystack import stage_lengths
+from moba_train.tools.needle.answers import Question, QuestionsByLength, answer_batch, padded_length
 from moba_train.tools.needle.needle import NeedleTexts, text_problems
 from moba_train.tools.needle.options import HiddenNeedles
 
@@ -207,7 +206,7 @@ class NeedleSignalConfig(HiddenNeedles):
     )
 
 
-class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
+class NeedleSignalEvaluation(QuestionsByLength[NeedleSignalConfig]):
     """Rates at which gates miss the needle's block, observed and predicted. See docs/how-to/evaluate.md."""
 
     name = "needle_signal"
@@ -220,12 +219,7 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
         self._texts = NeedleTexts(options, setting, self.key)
         # A gate chooses when a document has more history than it selects.
         least = min(size.block_size * (size.topk + 1) for size in options.gates)
-        self._lengths = [length for length in stage_lengths(options, setting.stage) if length > least]
-        if options.lengths is None:
-            self._lengths = [length for length in self._lengths if self._texts.fits(length)]
-        if not self._lengths:
-            seq_len = setting.stage.seq_len
-            self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {seq_len} and above {least}"
+        self.choose_lengths(setting, self._texts.fits, self._texts.check, least)
 
     @classmethod
     def problems(cls, options: NeedleSignalConfig, setting: EvaluationSetting) -> Iterator[str]:
@@ -234,18 +228,10 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
         if setting.tp > 1:
             yield f"{cls.key}: given with parallel.tp {setting.tp}, which has heads on several ranks; remove it"
 
-    @classmethod
-    def check_samples(cls, options: NeedleSignalConfig, setting: EvaluationSetting) -> None:
-        """Raise DataError for lengths that leave no room for the needles, and for too little text around them."""
-        signal = cls(options, setting)
-        for length in signal._lengths:
-            signal._texts.check(length)
-
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`needle_missed` and the rate predicted from the blocks' scores, means over layers and heads."""
         maps = {
-            name: [self._measure(context, length, name) for length in self._lengths]
-            for name in context.each_attention()
+            name: [self._measure(context, length, name) for length in self.lengths] for name in context.each_attention()
         }
         width = context.model.config.head_width
         rows = {name: [_rows(sums, self._options.gates, width) for sums in lengths] for name, lengths in maps.items()}
@@ -260,10 +246,10 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
         data = {
             "attention": context.own,
             "head_dim": width,
-            "lengths": self._lengths,
+            "lengths": self.lengths,
             "gates": [size.model_dump() for size in self._options.gates],
             "samples": self._options.samples * len(self._options.depths),
-            "rows": {name: dict(zip(map(str, self._lengths), found, strict=True)) for name, found in rows.items()},
+            "rows": {name: dict(zip(map(str, self.lengths), found, strict=True)) for name, found in rows.items()},
         }
         table = [line for name, found in rows.items() for line in self._table(name, found)]
         return EvaluationResult(numbers, message, [*table, message], data)
@@ -286,7 +272,7 @@ class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
     def _table(self, name: str, lengths: Sequence[list[dict[str, Any]]]) -> Iterator[str]:
         """A line for each length and gate: means over layers and heads."""
         yield f"{f'missed, {name}':<32}" + "".join(f"{column:>10}" for column in ("observed", *MODELS))
-        for length, rows in zip(self._lengths, lengths, strict=True):
+        for length, rows in zip(self.lengths, lengths, strict=True):
             for size in self._options.gates:
                 own = [row for row in rows if (row["block_size"], row["topk"]) == (size.block_size, size.topk)]
                 if own:

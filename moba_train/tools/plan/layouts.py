@@ -81,7 +81,7 @@ def best_layouts(
     model = run.setup.shape
     stages = run.stages
     pairs = zip(stages, documents, strict=True)
-    attention = [attention_times(model, stage, own, machine.rates) for stage, own in pairs]
+    attention = [attention_times(model, stage, own, machine) for stage, own in pairs]
     found = [
         _predicted(run, parallel, meshes, attention, machine)
         for parallel, meshes in _candidates(model, run.parallel, stages, nodes, machine)

@@ -101,7 +101,7 @@ def make_plan(run: ResolvedRun, machine: Machine, documents: Sequence[Documents]
     unpredicted = ""
     for item in stages:
         try:
-            times = attention_times(model, item.stage, item.documents, machine.rates)
+            times = attention_times(model, item.stage, item.documents, machine)
             steps.append(predict_step(setup, run.memory.optimizer, item.stage, item.layout, times, machine))
         except PlanError as error:
             unpredicted = unpredicted or str(error)

@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from moba_train.attention.kernels.table import varlen_problem
 from moba_train.config.attention import LayerAttention
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
@@ -59,31 +62,43 @@ class Machine(NamedTuple):
     ranks_per_node: int
     links: Links
     rates: Rates
+    full_by_torch: bool = False
+    """True if `auto` of full attention, whose shipped rates are those of flash-attn-4, has torch's own kernels."""
 
 
-def make_machine(gpu: Gpu | None, ranks_per_node: int, network: float, rates: Path | None) -> Machine:
+def make_machine(
+    gpu: Gpu | None, ranks_per_node: int, network: float, rates: Path | None, is_here: bool = False
+) -> Machine:
     """The machines to predict for: those of the file `rates`, else of the GPU with its shipped rates, else of an H200.
 
-    network: Gbit/s of each GPU's adapter to other nodes. Raises PlanError for a file that holds no rates.
+    network: Gbit/s of each GPU's adapter to other nodes; is_here: `gpu` is this machine's, whose packages count. Raises
+    PlanError for a file that holds no rates.
     """
     found = read_rates(rates) if rates is not None else shipped_rates(gpu or H200)
-    return Machine(gpu or found.device, ranks_per_node, found.links(network), found)
+    device = torch.device("cuda")
+    by_torch = is_here and rates is None and bool(varlen_problem("flash-attn-4", device, torch.bfloat16, 128))
+    return Machine(gpu or found.device, ranks_per_node, found.links(network), found, by_torch)
 
 
 AttentionTimes = Mapping[LayerAttention, tuple[float, float]]
 """Seconds of each attention of a stage for a token, over the ranks that share it: forward, and forward and backward."""
 
 
-def attention_times(model: ModelConfig, stage: Stage, documents: Documents, rates: Rates) -> AttentionTimes:
+def attention_times(model: ModelConfig, stage: Stage, documents: Documents, machine: Machine) -> AttentionTimes:
     """Times of the attentions of a stage, and of its objective, whose sequences hold `documents`. They are the same on
     every mesh.
 
     Raises PlanError for a kind that was not measured.
     """
     found = {}
+    rates = machine.rates
     teachers = (layer for layer in objective_costs(stage).attention if layer is not None)
     for layer in dict.fromkeys((*stage.attention, *teachers)):
-        rate = rates.attention_rate(layer, model.head_width, stage.seq_len)
+        timed = layer
+        if machine.full_by_torch and (layer.kind, getattr(layer.options, "backend", "")) == ("full", "auto"):
+            by_torch = {"backend": "cudnn" if len({*documents.lengths}) == 1 else "flash"}
+            timed = replace(layer, options=layer.options.model_copy(update=by_torch))
+        rate = rates.attention_rate(timed, model.head_width, stage.seq_len)
         flops = layer_flops(model, layer, documents.lengths) / documents.tokens / rates.attention_in_step
         found[layer] = flops / 3 / rate.forward, flops / rate.both
     return found

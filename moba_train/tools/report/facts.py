@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moba_train.config.base import format_count
+from moba_train.config.base import format_count, format_duration
 from moba_train.tools.report.history import History, number
 
 _MOST_EVENTS = 500
@@ -61,7 +61,9 @@ def _progress(history: History, now: float) -> Fact:
     if (of and last["step"] >= planned[-1]) or last["step"] == history.exited().get(_name_of_last_stage(history)):
         return Fact("steps, finished", f"{last['step']:,}{of}", tokens)
     newest = max(record["time"] for record in records)
-    return Fact("steps so far", f"{last['step']:,}{of}", f"{tokens}; last record {_duration(now - newest)} ago")
+    return Fact(
+        "steps so far", f"{last['step']:,}{of}", f"{tokens}; last record {format_duration(max(now - newest, 0))} ago"
+    )
 
 
 def _name_of_last_stage(history: History) -> str:
@@ -127,7 +129,7 @@ def _time(history: History) -> Fact:
     began = history.start
     ended = max((record["time"] for record in records), default=began)
     begin = datetime.datetime.fromtimestamp(began, datetime.UTC)
-    return Fact("time", _duration(ended - began), f"began {begin:%Y-%m-%d %H:%M} UTC")
+    return Fact("time", format_duration(ended - began), f"began {begin:%Y-%m-%d %H:%M} UTC")
 
 
 def _disturbances(history: History) -> Fact:
@@ -182,12 +184,3 @@ def environment(histories: Sequence[History]) -> list[Setting]:
 
 def _count(number_of: int, what: str) -> str:
     return f"{number_of:,} {what}{'s' * (number_of != 1)}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

@@ -22,63 +22,28 @@ import jinja2
 
 from moba_train.errors import LaunchError
 from moba_train.output_files import write_atomically
+from moba_train.tools.report import evaluation_charts as evaluation
+from moba_train.tools.report import training_charts as training
 from moba_train.tools.report.chart import Chart, Shown, as_json, shown
-from moba_train.tools.report.evaluation_charts import (
-    gap_chart,
-    gate_charts,
-    lm_eval_charts,
-    needle_maps,
-    position_chart,
-    selected_blocks,
-    task_charts,
-)
 from moba_train.tools.report.facts import environment, events, facts, settings
 from moba_train.tools.report.history import Axes, History, file_results, read_history
-from moba_train.tools.report.oracle_charts import oracle_charts
 from moba_train.tools.report.sink import INSTALL
-from moba_train.tools.report.training_charts import (
-    data_mix_chart,
-    document_lengths_chart,
-    expert_maps,
-    experts_chart,
-    gradient_chart,
-    learning_rate_chart,
-    loss_chart,
-    memory_chart,
-    mfu_chart,
-    padding_chart,
-    routers_chart,
-    step_time_chart,
-    throughput_chart,
-)
 
 ChartMaker = Callable[[Sequence[Shown]], list[Chart]]
 
 _LONG_CONTEXT: tuple[ChartMaker, ...] = (
-    position_chart,
-    gap_chart,
-    oracle_charts,
-    needle_maps,
-    task_charts,
-    lm_eval_charts,
-    selected_blocks,
-    gate_charts,
+    *(evaluation.position_chart, evaluation.gap_chart, evaluation.oracle_charts, evaluation.needle_maps),
+    *(evaluation.task_charts, evaluation.lm_eval_charts, evaluation.selected_blocks, evaluation.gate_charts),
 )
 _TRAINING: tuple[ChartMaker, ...] = (
-    loss_chart,
-    throughput_chart,
-    mfu_chart,
-    learning_rate_chart,
-    gradient_chart,
-    experts_chart,
-    routers_chart,
-    expert_maps,
+    *(training.loss_chart, training.throughput_chart, training.mfu_chart, training.learning_rate_chart),
+    *(training.gradient_chart, training.experts_chart, training.routers_chart, training.expert_maps),
 )
 _SECTIONS: tuple[tuple[str, tuple[ChartMaker, ...]], ...] = (
     ("Training", _TRAINING),
     ("Long context", _LONG_CONTEXT),
-    ("Data", (data_mix_chart, document_lengths_chart, padding_chart)),
-    ("Machine", (step_time_chart, memory_chart)),
+    ("Data", (training.data_mix_chart, training.document_lengths_chart, training.padding_chart)),
+    ("Machine", (training.step_time_chart, training.memory_chart)),
 )
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -258,12 +223,7 @@ def _policy(*scripts: str) -> str:
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
-    allowed = {
-        "default-src": "'none'",
-        "script-src": hashes,
-        "style-src": "'unsafe-inline'",
-        "img-src": "data: blob:",
-        "form-action": "'none'",
-        "base-uri": "'none'",
-    }
-    return "; ".join(f"{key} {value}" for key, value in allowed.items())
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'; "
+        "base-uri 'none'"
+    )

@@ -20,7 +20,6 @@ from moba_train.config.explain import explain
 from moba_train.config.load import Dumper, apply_overrides
 from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError, UserError
-from moba_train.mechanisms.by_group import ByGroupKind, can_be_part
 from moba_train.registry import ATTENTION_KINDS
 from moba_train.resolve.initial_weights import source_model
 from moba_train.tools.convert.hf import imported_recipe
@@ -115,8 +114,9 @@ class Source:
             length = saved_training(saved.path).seq_len
             stage = saved.stage.index
             layers = saved.stage.attention
-        others = {layer.kind for layer in layers if not can_be_part(ATTENTION_KINDS[layer.kind])} - {ByGroupKind.name}
-        if others:  # both arms would lose what full attention has not, and the windows of such layers
+        full = [layer.full(keep_windows=True) or layer for layer in layers]
+        others = {layer.kind for layer, one in zip(layers, full, strict=True) if one.kind not in ("full", "window")}
+        if others:  # both arms would lose what kind full lacks
             found = ", ".join(sorted(others))
             raise UserError(f"{path}: given layers of kind {found}; allowed: full, window, and kinds that select")
         windows = {

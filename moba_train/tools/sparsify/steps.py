@@ -405,7 +405,7 @@ def print_plan(request: Request, source: Source, output: Path, scratch: Path, sa
         say(f"\n--- {output / 'recipes' / name}\n{text.rstrip()}")
     say("")
     gpu = local_gpu()
-    machine = make_machine(gpu, request.gpus, 400.0, None)
+    machine = make_machine(gpu, request.gpus, 400.0, None, gpu is not None)
     for number, step in enumerate(steps(request, source, output, evaluation), 1):
         line = f"{number}. {step.name}: {step.command}"
         if step.trains:

@@ -284,3 +284,14 @@ def local_copy(address: str) -> Path:
     finally:
         os.close(lock)
     return target
+
+
+class AtAddress:
+    """Base of the stores of checkpoints at an address."""
+
+    local_copy = staticmethod(local_copy)
+
+    @classmethod
+    def problem(cls, options: Address) -> str:
+        """Reason why the address cannot be used here, with the remedy; empty: it can."""
+        return missing_package(options.address)

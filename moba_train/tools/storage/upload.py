@@ -27,12 +27,11 @@ from moba_train.tools.storage.fetch import entries_of, fetch_newest, meta_of, sm
 from moba_train.tools.storage.remote import (
     THREADS,
     Address,
+    AtAddress,
     RemoteFile,
     RemoteFolder,
     StorageError,
     complete_steps,
-    local_copy,
-    missing_package,
 )
 
 logger = logging.getLogger(__name__)
@@ -51,16 +50,10 @@ class UploadOptions(Address):
     keep_every: int | None = Field(None, ge=1, description="copies at multiples of this step stay for ever")
 
 
-class Upload:
+class Upload(AtAddress):
     """Copies checkpoints to an address, one at a time. A `CheckpointStore`."""
 
     Options = UploadOptions
-    local_copy = staticmethod(local_copy)
-
-    @classmethod
-    def problem(cls, options: UploadOptions) -> str:
-        """Reason why the address cannot be used here, with the remedy; empty: it can."""
-        return missing_package(options.address)
 
     def __init__(self, options: UploadOptions, folders: RunFolders) -> None:
         self._options = options

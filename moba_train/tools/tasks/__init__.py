@@ -1,1 +1,1 @@
-"""Tasks with right answers about long texts: RULER's machinery, and tasks of our own or from files."""
+"""Tasks with right answers about long texts: those of RULER, our own, and those of files."""

@@ -7,7 +7,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.tools.tasks.files import TaskLine, read_tasks
 from moba_train.tools.tasks.made import MADE
@@ -84,23 +83,11 @@ class LongTaskTexts(SizedTexts):
         self._long = options
         self._files = {path: read_tasks(path, f"{key}.tasks", options.samples) for path in options.named_files()}
 
-    def fits(self, task: str, length: int) -> bool:
-        """True if the shortest sample of a task fits in `length` tokens."""
+    def excess(self, task: str, length: int) -> int:
+        """Tokens of a file's longest sample, with a single token of its context, beyond `length`."""
         if task not in self._files:
-            return super().fits(task, length)
-        return all(self._without_context(line) < length for line in self._files[task])
-
-    def check(self, task: str, length: int) -> None:
-        """Raise DataError when the shortest sample of a task does not fit in `length` tokens."""
-        if task not in self._files:
-            return super().check(task, length)
-        longest = max(map(self._without_context, self._files[task]))
-        if longest >= length:
-            raise DataError(
-                f"{self._key}.lengths: given {length}; a sample of {task} has {longest} tokens without its context, "
-                "its answer included; give longer ones"
-            )
-        return None
+            return super().excess(task, length)
+        return max(self._made_of(line, "")[1] for line in self._files[task]) + 1 - length
 
     def questions(self, task: str, length: int) -> list[Prompt]:
         """All samples of a task, of at most `length` tokens each. Raises DataError as `check` does."""
@@ -108,9 +95,6 @@ class LongTaskTexts(SizedTexts):
             return super().questions(task, length)
         self.check(task, length)
         return [self._shortened(line, length) for line in self._files[task]]
-
-    def _without_context(self, line: TaskLine) -> int:
-        return self._made_of(line, "")[1]
 
     def _made_of(self, line: TaskLine, context: str) -> tuple[Prompt, int]:
         """The prompt with this context, and its tokens with room for an answer."""

@@ -5,11 +5,10 @@ from typing import ClassVar, TypeVar
 
 from moba_train.config.base import format_count
 from moba_train.config.explain import did_you_mean
-from moba_train.errors import DataError
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
-from moba_train.tools.needle.answers import generated_answers, predicted_answers, share
+from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting
+from moba_train.tools.needle.answers import QuestionsByLength, generated_answers, predicted_answers, share
 from moba_train.tools.needle.full_answers import answer_modes, answer_problems
-from moba_train.tools.needle.haystack import length_problems, stage_lengths
+from moba_train.tools.needle.haystack import length_problems
 from moba_train.tools.tasks.sized import Prompt, SizedTask, SizedTexts, TasksConfig
 
 TEACHER_FORCED, GENERATED = "teacher_forced", "generated"
@@ -20,7 +19,7 @@ SHOWN = 200
 AnyTasks = TypeVar("AnyTasks", bound=TasksConfig)
 
 
-class TaskScores(Evaluation[AnyTasks]):
+class TaskScores(QuestionsByLength[AnyTasks]):
     """Mean score over the lengths, of each task (`NAME_TASK`) and of all tasks (`NAME`)."""
 
     made: ClassVar[Mapping[str, SizedTask]]
@@ -33,20 +32,13 @@ class TaskScores(Evaluation[AnyTasks]):
         self._tasks = list(dict.fromkeys(options.tasks))
         self._trained_length = setting.trained_length
         self._texts = self.texts(options, setting)
-        self.lengths = stage_lengths(options, setting.stage)
-        if options.lengths is None:
-            self.lengths = [
-                length for length in self.lengths if all(self._texts.fits(task, length) for task in self._tasks)
-            ]
-        if not self.lengths:
-            seq_len = setting.stage.seq_len
-            self.missing = f"{self.key}.lengths: none is at most seq_len {seq_len}"
-            if options.lengths is None:
-                try:
-                    for task in self._tasks:
-                        self._texts.check(task, seq_len)
-                except DataError as error:  # by how much a task does not fit
-                    self.missing = str(error)
+        self.choose_lengths(
+            setting, lambda length: all(self._texts.excess(task, length) <= 0 for task in self._tasks), self._check
+        )
+
+    def _check(self, length: int) -> None:
+        for task in self._tasks:
+            self._texts.check(task, length)
 
     @classmethod
     def texts(cls, options: AnyTasks, setting: EvaluationSetting) -> SizedTexts:
@@ -87,21 +79,6 @@ class TaskScores(Evaluation[AnyTasks]):
             return f"{cls.key}.answer: given 'full'", "set it to own"
         generates = options.scoring == GENERATED
         return (f"{cls.key}.scoring: given {GENERATED!r}", f"set it to {TEACHER_FORCED}") if generates else None
-
-    @classmethod
-    def data_problems(cls, options: AnyTasks, setting: EvaluationSetting) -> Iterator[str]:
-        """No given length that the stage has."""
-        if not stage_lengths(options, setting.stage):
-            seq_len = setting.stage.seq_len
-            yield f"{cls.key}.lengths has none of at most seq_len {seq_len}; add one"
-
-    @classmethod
-    def check_samples(cls, options: AnyTasks, setting: EvaluationSetting) -> None:
-        """Raise DataError for lengths that a task does not fit in, and for files and texts that do not give it."""
-        made = cls(options, setting)
-        for task in made._tasks:
-            for length in made.lengths:
-                made._texts.check(task, length)
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`NAME` and `NAME_TASK` with the own attention."""

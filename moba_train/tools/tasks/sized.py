@@ -115,15 +115,14 @@ class SizedTexts:
         prefix = corpus_of(setting)
         self._natural = NaturalText(prefix, self.tokenizer) if natural and prefix is not None else None
 
-    def fits(self, task: str, length: int) -> bool:
-        """True if the shortest sample of a task fits in `length` tokens."""
-        return self._excess(task, length, 0, self._made[task].least) <= 0
+    def excess(self, task: str, length: int) -> int:
+        """Number of tokens of the shortest sample of a task beyond `length`, 0 or less if it fits. Raises DataError
+        when the corpus has too little text for it."""
+        return self._excess(task, length, 0, self._made[task].least)
 
     def check(self, task: str, length: int) -> None:
-        """Raise DataError when the shortest sample of a task does not fit in `length` tokens, or the corpus has too
-        little text for it."""
-        excess = self._excess(task, length, 0, self._made[task].least)
-        if excess > 0:
+        """Raise DataError as `excess`, and when the shortest sample of a task does not fit in `length` tokens."""
+        if (excess := self.excess(task, length)) > 0:
             raise DataError(
                 f"{self._key}.lengths: given {length}; the shortest sample of {task} has {length + excess} tokens, its "
                 "answer included; give longer ones, or leave the task out"

@@ -1,4 +1,5 @@
-"""A checkpoint as a Hugging Face folder: the same bits back, and read by transformers, with full attention and MoBA."""
+"""A checkpoint as a Hugging Face folder: its files, layers and shapes, and what is refused. Bits and logits of every
+family: test_hf_families.py."""
 
 import json
 import shutil
@@ -20,23 +21,21 @@ from moba_train.errors import CheckpointError
 from moba_train.model.build import build_attention
 from moba_train.tools.convert.hf import export_to_hf, imported_recipe
 from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem
-from moba_train.tools.hf.config import read_model_config
 from moba_train.tools.hf.files import INDEX
-from moba_train.tools.hf.gemma3 import Gemma3
+from moba_train.tools.hf.gemma import Gemma3
 from moba_train.tools.saved_recipe import open_checkpoint
-from tests.tools.convert.hf_models import VOCAB, make_hf_model, random_tokens, save_as_checkpoint
+from tests.tools.convert.hf_models import make_hf_model, save_as_checkpoint
 
-LENGTH = 200
 SPARSE = {"block_size": 16, "topk": 3}
 
 
-@pytest.fixture(scope="module", params=["llama3", "qwen2", "qwen3"])
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A Hugging Face folder, and what our checkpoint of it was exported to, in float32 and several files."""
-    folder = tmp_path_factory.mktemp(request.param)
-    make_hf_model(request.param, folder / "hf")
+    folder = tmp_path_factory.mktemp("qwen2")
+    make_hf_model("qwen2", folder / "hf")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / "hf" / name).write_text(f"{name} of {request.param}")
+        (folder / "hf" / name).write_text(name)
     save_as_checkpoint(folder / "hf", folder / "run", SPARSE, folder / "hf" / "tokenizer.json")
     export_to_hf(open_checkpoint(folder / "run"), folder / "out", torch.float32, shard_bytes=40_000)
     return folder / "hf", folder / "out"
@@ -47,19 +46,16 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def test_import_and_export_give_back_every_bit(exported: tuple[Path, Path]) -> None:
-    before, after = map(tensors, exported)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+def test_files_are_of_the_size_that_is_asked_for_and_have_an_index(exported: tuple[Path, Path]) -> None:
+    after = tensors(exported[1])
     index = json.loads((exported[1] / INDEX).read_text())
     assert index["weight_map"].keys() == after.keys()
     assert index["metadata"]["total_size"] == sum(4 * value.numel() for value in after.values())
     assert all(file.stat().st_size < 45_000 for file in exported[1].glob("*.safetensors"))
 
 
-def test_config_and_tokenizer_survive_the_round_trip(exported: tuple[Path, Path]) -> None:
+def test_the_tokenizer_survives_the_round_trip(exported: tuple[Path, Path]) -> None:
     before, after = exported
-    assert read_model_config(before) == read_model_config(after)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (after / name).read_text() == (before / name).read_text()
 
@@ -84,18 +80,6 @@ def test_what_most_layers_have_is_the_default_of_an_imported_recipe(exported: tu
     others = {layer: entry for layer, entry in enumerate(entries) if entry["kind"] != "moba"}
     assert config.attention.overrides == others
     assert imported_recipe(exported[0], folder).attention.overrides == {}
-
-
-def test_transformers_reads_it_as_an_ordinary_model(exported: tuple[Path, Path]) -> None:
-    """Its own code, its own full attention: the logits of the model that was imported."""
-    from transformers import AutoModelForCausalLM
-
-    tokens = random_tokens(LENGTH)[None]
-    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in exported]
-    with torch.no_grad():
-        first, second = (model(tokens).logits for model in models)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    assert type(models[0]) is type(models[1])
 
 
 def test_a_shape_that_transformers_cannot_load_is_refused_or_goes_out_as_another_architecture() -> None:
@@ -152,14 +136,6 @@ def test_a_tensor_that_the_index_lacks_is_named_and_nothing_is_exported(
     with pytest.raises(CheckpointError, match=r"blocks\.1\.attention\.o_proj\.weight is not in its index"):
         export_to_hf(open_checkpoint(tmp_path / "run"), tmp_path / "out", torch.float32, shard_bytes=40_000)
     assert not (tmp_path / "out").exists()
-
-
-def test_bfloat16_halves_the_file(exported: tuple[Path, Path], tmp_path: Path) -> None:
-    export_to_hf(open_checkpoint(exported[1].parent / "run"), tmp_path / "half", torch.bfloat16, shard_bytes=2**30)
-    (file,) = (tmp_path / "half").glob("*.safetensors")
-    halves, wholes = load_file(file), tensors(exported[1])
-    assert all(torch.equal(halves[name], wholes[name].bfloat16()) for name in wholes)
-    assert json.loads((tmp_path / "half" / "config.json").read_text())["vocab_size"] == VOCAB
 
 
 def test_weights_that_a_dtype_cannot_hold_are_refused_by_name(

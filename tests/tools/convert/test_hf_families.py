@@ -1,4 +1,4 @@
-"""Families of published models beyond Llama and Qwen go in and out without a change of a bit, and what their configs
+"""Families of published models go in and out without a change of a bit, and what their configs
 say is read, refused or listed."""
 
 import json
@@ -35,7 +35,6 @@ from tests.tools.convert.test_hf_defaults import assert_turns_as_in_transformers
 from tests.tools.convert.test_hf_export import SPARSE, tensors
 from tests.tools.convert.test_with_code import loaded_here
 
-OTHERS = [name for name in FAMILIES if name not in ("llama2", "llama3", "smollm2", "qwen2", "qwen3")]
 WINDOW = {"kind": "window", "window": 24, "sinks": 0}
 GDN = {"kind": "gdn", "heads": {"keys": 2, "values": 6, "width": 8}}
 CAPPED = {"kind": "capped", "cap": 2.0, "window": None}
@@ -55,7 +54,7 @@ NOT_BY_CODE = {"gemma2": "kind 'capped'", "phi3_long": "model.rope", "qwen3_next
 """Families that the code of an export refuses, and what of."""
 
 
-@pytest.fixture(scope="module", params=OTHERS)
+@pytest.fixture(scope="module", params=FAMILIES)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     """A family, a Hugging Face folder, and what our checkpoint of it was exported to."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -78,7 +77,7 @@ def test_import_and_export_give_back_every_bit_and_the_model(exported: tuple[str
         assert family.unread(config) == []
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_weights_in_bfloat16_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     make_hf_model(name, tmp_path / "hf")
     theirs = {key: value.bfloat16() for key, value in tensors(tmp_path / "hf").items()}

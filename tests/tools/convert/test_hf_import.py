@@ -131,6 +131,7 @@ def test_weights_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) ->
         ("attention_bias", True, "attention_bias"),
         ("use_sliding_window", True, "use_sliding_window"),
         ("layer_types", ["full_attention", "sliding_attention"], "sliding_attention"),
+        ("layer_types", [], "layer_types has 0 entries"),
         ("hidden_act", "gelu", "hidden_act"),
         ("quantization_config", {"quant_method": "gptq"}, "quantization_config"),
         ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4}, "longrope"),

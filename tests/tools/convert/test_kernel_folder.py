@@ -12,7 +12,7 @@ import torch
 
 from moba_train.attention.kernels.table import has_triton
 from moba_train.tools.convert.hf import export_to_hf
-from moba_train.tools.convert.kernel_folder import FOLDER
+from moba_train.tools.convert.with_code import FOLDER
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 from tests.tools.convert import with_kernels
 from tests.tools.convert.code_models import SIZES, save_model

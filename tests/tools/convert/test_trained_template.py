@@ -10,10 +10,9 @@ import yaml
 
 from data_tools.cli import app as data_app
 from moba_train.data.indexed import IndexedDataset
-from moba_train.tools.chat.control_tokens import encode
 from moba_train.tools.chat.template import BUILT_IN
 from moba_train.tools.cli import app
-from moba_train.tools.text_tokenizer import load_text_tokenizer
+from moba_train.tools.text_tokenizer import ChatTokenizer, load_text_tokenizer
 from moba_train.train import main
 from tests.commands import run_app
 from tests.data_tools.test_sft import write_lines
@@ -125,7 +124,7 @@ def test_generate_writes_a_users_message_by_the_template_of_training(
     words = ["generate", "run", "--prompt", "What is two?", "--chat", "--max-new-tokens", "1"]
     run_app(app, *words)
     prompt = "<|im_start|>user\nWhat is two?<|im_end|>\n<|im_start|>assistant\n"
-    assert read == [encode(load_text_tokenizer("model"), prompt)]
+    assert read == [ChatTokenizer(load_text_tokenizer("model")).encode(prompt)]
 
 
 def test_tokens_have_no_template(folder: Path) -> None:

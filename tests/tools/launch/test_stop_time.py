@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.errors import LAUNCHER_FOLDER
 from moba_train.run.stop import (
     DUPLICATE_S,
     ENDED_BY_INTERRUPT,
-    LAUNCHER_FOLDER,
     STOPPED_CODE,
     UNMEASURED_S,
     StopRequest,

@@ -22,6 +22,7 @@ from tests.forked_program import ForkedProgram
 from tests.noting import noting
 from tests.run.test_stop import after_the_start
 from tests.run.tiny_run import Run, assert_same_tensors
+from tests.run.trainer_ranks import free_port
 
 RANK = """
 import os, sys, time
@@ -47,10 +48,10 @@ def launch_command(folder: Path, program: str, *options: str) -> list[str]:
     return ["-m", "moba_train.tools.launch.torchrun", *ranks, *options, str(folder / "rank.py")]
 
 
-def wait_for_ranks(process: ForkedProgram | subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until both ranks wait for a signal."""
+def wait_for_ranks(process: ForkedProgram | subprocess.Popen[bytes], log: Path, ranks: int = 2) -> None:
+    """Wait until this number of ranks wait for a signal."""
     deadline = time.monotonic() + 60
-    while not log.exists() or log.read_text().count("waiting") < 2:
+    while not log.exists() or log.read_text().count("waiting") < ranks:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -96,6 +97,31 @@ def test_ranks_that_do_not_stop_in_time_are_named_and_the_code_is_that_of_the_si
     code, output = ended(tmp_path, program, number=signal.SIGTERM, **{SHUTDOWN_TIMEOUT: "1"})
     assert code == 128 + signal.SIGTERM, output
     assert "error: not stopped in time after SIGTERM, and killed: rank 1\n" in output
+
+
+def test_a_node_that_is_stopped_alone_keeps_no_launcher_waiting(tmp_path: Path) -> None:
+    """The ranks of the other node end by the same step; torchrun alone would wait 300 s there."""
+    program = (
+        f"from pathlib import Path; ended = Path({str(tmp_path / 'ended')!r}); request.joined()\n"
+        "if rank_0: print('waiting', flush=True)\n"
+        "while rank_0 and not ended.exists(): time.sleep(0.05)\n"
+        "if not rank_0: wait(); ended.touch()\n"
+        "stop.report_stopped()"
+    )
+    command = launch_command(tmp_path, program)
+    places = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "localhost", "--master-port", str(free_port())]
+    nodes = []
+    for number in (0, 1):
+        (folder := tmp_path / str(number)).mkdir()
+        options = [*command[:2], *places, "--node-rank", str(number), command[-1]]
+        nodes.append(ForkedProgram(options, folder / "output", **{STOPPED_CODE: "143"}))
+    for number, node in enumerate(nodes):
+        wait_for_ranks(node, tmp_path / str(number) / "output", 1)
+    nodes[1].send_signal(signal.SIGTERM)
+    for node in nodes:
+        output, _ = node.communicate(timeout=60)
+        assert node.returncode == 143, output
+        assert "rror" not in output
 
 
 @pytest.mark.parametrize("joined", ["", "request.joined();"], ids=["waits to join", "joined"])
@@ -160,6 +186,28 @@ def test_moba_train_goes_through_the_launcher(run: Run, monkeypatch: pytest.Monk
     assert CliRunner().invoke(app, ["train", str(run.write_recipe()), "--gpus", "2"]).exit_code == 75
     assert given[:3] == ["--standalone", "--nproc-per-node", "2"]
     assert given[-3:-1] == ["-m", "moba_train.train"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "error"),
+    [
+        (2, 99, "error: --gpus (--nproc-per-node, GPUS): given 99; allowed: at most 2, the GPUs of this machine\n"),
+        (0, 99, "given 99; allowed: at most 8, as this machine has no GPU: 8, or one for each core\n"),
+        (0, 8, ""),
+        (2, 2, ""),
+    ],
+)
+def test_more_ranks_than_the_machine_takes_are_refused_before_any_starts(
+    gpus: int, ranks: int, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("torch.distributed.run.main", started.extend)
+    done = CliRunner().invoke(app, ["train", "recipe.yaml", "--gpus", str(ranks)])
+    assert done.exit_code == (2 if error else 0)
+    assert done.output.endswith(error)
+    assert bool(started) is not bool(error)
 
 
 def test_an_error_ends_the_whole_launch_and_its_output(run: Run) -> None:

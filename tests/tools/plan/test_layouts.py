@@ -20,6 +20,7 @@ from moba_train.memory.flops import Documents
 from moba_train.parallel.links import LINKS
 from moba_train.resolve.run import resolve_unchecked, stage_layout
 from moba_train.tools.cli import app
+from moba_train.tools.plan import step_time
 from moba_train.tools.plan.layouts import Layout, best_layouts
 from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, make_machine, predict_step
 from tests.resolved import check, stages_of
@@ -37,11 +38,42 @@ def step(config: RunConfig, index: int, sizes: MeshSizes, machine: Machine = FOU
     stage = stages_of(config)[index]
     parallel = stage.parallel.model_copy(update=sizes._asdict())
     run = resolve_unchecked(config.model_copy(update={"parallel": parallel}))
-    attention = attention_times(config.model, stage, documents(config)[index], machine.rates)
+    attention = attention_times(config.model, stage, documents(config)[index], machine)
     laid_out = replace(stage, parallel=parallel)
     device = Device(machine.gpu, host_memory=None, is_here=False)
     layout = stage_layout(run.setup, run.memory, laid_out, sizes, machine.ranks_per_node, device)
     return predict_step(run.setup, run.memory.optimizer, laid_out, layout, attention, machine)
+
+
+def test_full_attention_takes_the_time_of_the_kernel_that_this_machine_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without flash-attn-4 cuDNN's, or FlashAttention-2's where documents differ in length; of another machine, and by
+    rates measured here, those of `auto`."""
+    sizes = {"vocab_size": 2, "hidden_size": 64, "intermediate_size": 1, "layers": 1, "heads": 1, "kv_heads": 1}
+    stage = {"name": "only", "seq_len": "64K", "tokens": "1M"}
+    recipe = {
+        "name": "a",
+        "run_dir": "a",
+        "model": sizes,
+        "attention": {"default": "full"},
+        "data": {"train": [{"path": "a"}]},
+    }
+    config = RunConfig.model_validate(recipe | {"batch_tokens": "64K", "stages": [stage]})
+    (only,) = stages_of(config)
+    one, two = (Documents(lengths, from_corpora=False) for lengths in ((65536,), (65535, 1)))
+    (rates := tmp_path / "rates.json").write_text(FOUR.rates.to_json())
+
+    def seconds(own: Documents, is_here: bool, measured: Path | None = None) -> float:
+        machine = make_machine(H200, 1, 400.0, measured, is_here)
+        ((_, both),) = attention_times(config.model, only, own, machine).values()
+        return both
+
+    for reason, times in (("not installed", (140.4, 210.3)), ("", (123.0, 123.0))):
+        monkeypatch.setattr(step_time, "varlen_problem", lambda *_, reason=reason: reason)
+        for own, ms in zip((one, two), times, strict=True):
+            assert seconds(own, is_here=True) / seconds(own, is_here=False) == pytest.approx(ms / 123.0, rel=1e-3)
+        assert seconds(one, is_here=True, measured=rates) == seconds(one, is_here=False)
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ from moba_train.checkpoint.retention import MARKS, Marks
 from moba_train.errors import UserError
 from moba_train.foreign_files import local_path
 from moba_train.resolve.run import RunFolders
-from moba_train.tools.storage import resume_from, upload
-from moba_train.tools.storage.fetch import METRICS
+from moba_train.tools.storage import fetch, upload
+from moba_train.tools.storage.fetch import METRICS, ResumeFrom, ResumeFromOptions
 from moba_train.tools.storage.remote import RemoteFolder, StorageError, complete_steps
-from moba_train.tools.storage.resume_from import ResumeFrom, ResumeFromOptions
 from moba_train.tools.storage.upload import Upload, UploadOptions
 from tests.checkpoint.test_publish import publish_step, steps
 from tests.run.tiny_run import Run, assert_same_tensors
@@ -150,7 +149,7 @@ def test_resume_from_takes_the_newest_that_is_not_in_doubt_or_the_one_that_is_na
 
 def test_a_store_that_hangs_keeps_no_process_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(resume_from, "complete_steps", lambda _files: {} if answers.wait(60) else None)
+    monkeypatch.setattr(fetch, "complete_steps", lambda _files: {} if answers.wait(60) else None)
     source = ResumeFrom(ResumeFromOptions(address=f"file://{tmp_path}"), folders(tmp_path))
     assert not source.is_idle(0.01)
     assert [one.daemon for one in threading.enumerate() if one.name.startswith("resume-from")] == [True]

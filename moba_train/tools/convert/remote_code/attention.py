@@ -375,12 +375,8 @@ class Kind(nn.Module):
         """Keys of the new tokens before the rotary embedding."""
         return new.k
 
-    def attend_to_all(self, call: Call) -> Tensor:
-        """The output of new tokens that do not select; keeps what later calls that do need of them."""
-        return full_attention(call, self.implementation)
-
-    def forward(self, call: Call) -> Tensor:
-        """The output [B, H, T, d]."""
+    def forward(self, call: Call, to_all: bool = False) -> Tensor:
+        """The output [B, H, T, d]. to_all: new tokens do not select; what later calls that do need of them is kept."""
         return full_attention(call, self.implementation)
 
 
@@ -389,7 +385,7 @@ class Window(Kind):
 
     decodes_full = False
 
-    def forward(self, call: Call) -> Tensor:
+    def forward(self, call: Call, to_all: bool = False) -> Tensor:
         sdpa = self.implementation != "eager"
         return window_attention(call, self.options["window"], self.options.get("sinks", 0), sdpa)
 
@@ -418,14 +414,13 @@ class Moba(Kind):
         mixed = sum(tap * rows_BKsd[:, :, end - count : end] for tap, end in zip(taps, ends, strict=True))
         return k_BKTd + F.silu(mixed)
 
-    def attend_to_all(self, call: Call) -> Tensor:
-        call.store.mean_keys(call, self.options["block_size"])
-        return super().attend_to_all(call)
-
-    def forward(self, call: Call) -> Tensor:
+    def forward(self, call: Call, to_all: bool = False) -> Tensor:
         options = self.options
-        always = frozenset(options.get("always", []))
         block_size = options["block_size"]
+        if to_all:
+            call.store.mean_keys(call, block_size)
+            return full_attention(call, self.implementation)
+        always = frozenset(options.get("always", []))
         local = 1 + options.get("window", 0) // block_size
         choose = choose_by_means(call, block_size, options["topk"], options.get("select") == "group", always, local)
         return attend_to_blocks(call, choose, block_size, width=call.k.shape[2] // block_size)

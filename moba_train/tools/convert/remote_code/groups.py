@@ -60,13 +60,7 @@ class ByGroup(Kind):
             k_BKTd[:, groups] = kind.prepare(self.new_of(new, name), rotate, store.part(name), texts)
         return k_BKTd
 
-    def forward(self, call: Call) -> Tensor:
-        return self.joined(call, to_all=False)
-
-    def attend_to_all(self, call: Call) -> Tensor:
-        return self.joined(call, to_all=True)
-
-    def joined(self, call: Call, to_all: bool) -> Tensor:
+    def forward(self, call: Call, to_all: bool = False) -> Tensor:
         """The outputs of the parts, each where its heads are."""
         out_BKGTd = torch.empty_like(call.q).unflatten(1, (self.kv_heads, -1))
         for name, groups in self.groups.items():
@@ -75,7 +69,7 @@ class ByGroup(Kind):
                 q=q_BHTd, k=k_BKSd, v=v_BKSd, store=call.store.part(name), new=self.new_of(call.new, name)
             )
             kind: Any = self.get_submodule(name)
-            out_BHTd = kind.attend_to_all(own) if to_all and kind.decodes_full else kind(own)
+            out_BHTd = kind(own, to_all and kind.decodes_full)
             out_BKGTd[:, groups] = out_BHTd.unflatten(1, (len(groups), -1))
         return out_BKGTd.flatten(1, 2)
 

@@ -63,7 +63,7 @@ class Lightning(Linear):
             return -8 * fractions_H * (1 - self.place[0])
         return -torch.exp2(-8 * fractions_H) * (1 - self.place[1] + 1e-5)
 
-    def forward(self, call: Call) -> Tensor:
+    def forward(self, call: Call, to_all: bool = False) -> Tensor:
         dtype = wide(call.new.q.dtype)
         log_decay_H1 = self.log_decays(call.new.q.device)[:, None]
         q_BHTd = F.silu(call.new.q.to(dtype))
@@ -149,7 +149,7 @@ class Delta(Linear):
         """The output gate [B, T, H d]."""
         raise NotImplementedError
 
-    def forward(self, call: Call) -> Tensor:
+    def forward(self, call: Call, to_all: bool = False) -> Tensor:
         dtype = wide(call.new.q.dtype)
         q_BHTd = self.q_conv(call.new.q, "q", call).to(dtype)
         k_BHTd = self.of_query_heads(self.k_conv(call.new.k, "k", call))

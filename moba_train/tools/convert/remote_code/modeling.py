@@ -213,7 +213,7 @@ class Attention(nn.Module):
             keys = k_BKSd[text.rows, :, text.first :], v_BKSd[text.rows, :, text.first :]
             of_text = New(new.x[text.rows, own], *(x[text.rows, :, own] for x in new[1:]))
             call = Call(q_BHTd[text.rows, :, own], *keys, text, store, of_text, rotate, self.kernels, sink_H)
-            out_BHTd[text.rows, :, own] = kind.attend_to_all(call) if decodes_full else kind(call)
+            out_BHTd[text.rows, :, own] = kind(call, decodes_full)
         if "output_gate" in self._modules:
             gates_BTHg = self.output_gate(x_BTD).unflatten(-1, (out_BHTd.shape[1], -1))
             out_BHTd = out_BHTd * gates_BTHg.sigmoid().transpose(1, 2)

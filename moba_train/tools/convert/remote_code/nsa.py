@@ -85,13 +85,7 @@ class Nsa(Kind):
             store.append(f"{name} values", v_BKTd)
         return new.k
 
-    def forward(self, call: Call) -> Tensor:
-        return self.branches(call, to_all=False)
-
-    def attend_to_all(self, call: Call) -> Tensor:
-        return self.branches(call, to_all=True)
-
-    def branches(self, call: Call, to_all: bool) -> Tensor:
+    def forward(self, call: Call, to_all: bool = False) -> Tensor:
         """The sum of the branches, of which one may attend to everything instead of selected blocks."""
         options = self.options
         kept = {name: rows[call.text.rows, :, call.text.first :] for name, rows in call.store.rows.items()}

@@ -81,8 +81,8 @@ class Msa(Kind):
 
         return best
 
-    def forward(self, call: Call) -> Tensor:
-        if self.options.get("mode") == "warmup":
+    def forward(self, call: Call, to_all: bool = False) -> Tensor:
+        if to_all or self.options.get("mode") == "warmup":
             return full_attention(call, self.implementation)
         assert self.features_BKTf is not None
         dtype = wide(call.q.dtype)
@@ -140,10 +140,10 @@ class Indexer(Qsa):
             self.features_BKTf = torch.cat([self.features_BKTf, weights_BKTI], -1)
         return keys
 
-    def attend_to_all(self, call: Call) -> Tensor:
-        if self.coarse:
+    def forward(self, call: Call, to_all: bool = False) -> Tensor:
+        if to_all and self.coarse:
             call.store.mean_keys(call, self.coarse["block_size"])
-        return super().attend_to_all(call)
+        return super().forward(call, to_all)
 
     def scores(self, q_BKtf: Tensor, k_BKNbw: Tensor) -> Tensor:
         """Products of the mean index keys; of several index queries, the weighted sum of the positive ones."""
@@ -206,7 +206,7 @@ class Seer(Kind):
         self.q_weight = nn.Parameter(torch.zeros(config.num_attention_heads, width, width))
         self.k_weight = nn.Parameter(torch.zeros(config.num_key_value_heads, 3 * width, width))
 
-    def forward(self, call: Call) -> Tensor:
+    def forward(self, call: Call, to_all: bool = False) -> Tensor:
         new, tokens = call.q.shape[2], call.k.shape[2]
         if self.options.get("mode") == "warmup" or new < tokens:
             return full_attention(call, self.implementation)
@@ -246,16 +246,13 @@ class InfLLMV2(Kind):
 
     takes_sink = False
 
-    def attend_to_all(self, call: Call) -> Tensor:
-        call.store.mean_keys(call, self.options["stride"])
-        return super().attend_to_all(call)
-
-    def forward(self, call: Call) -> Tensor:
+    def forward(self, call: Call, to_all: bool = False) -> Tensor:
         options = self.options
         block_size = options["block_size"]
-        if call.k.shape[2] <= max(options["dense_len"], options["topk"] * block_size):
-            return self.attend_to_all(call)
-        units_BKUd = call.store.mean_keys(call, options["stride"]).to(wide(call.q.dtype))
+        units_BKUd = call.store.mean_keys(call, options["stride"])
+        if to_all or call.k.shape[2] <= max(options["dense_len"], options["topk"] * block_size):
+            return full_attention(call, self.implementation)
+        units_BKUd = units_BKUd.to(wide(call.q.dtype))
         per_window = options["window"] // options["stride"]
         windows_BKWd = units_BKUd.unfold(2, per_window, 1).mean(-1).to(call.k.dtype)
 

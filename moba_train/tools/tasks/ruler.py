@@ -1,4 +1,4 @@
-"""RULER's tasks: long texts with a question, made from a seed without downloads.
+"""RULER's tasks: long texts with a question, made from a seed without downloads, and a model's scores on them.
 
 Tasks, prompt templates and their numbers are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA,
 github.com/NVIDIA/RULER, Apache-2.0), misspellings included, because scores can only be compared if the words are the
@@ -9,9 +9,13 @@ import math
 import random
 import re
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from pydantic import Field
+
+from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.tools.needle.haystack import (
     NOISE,
     SINGLE_WORDS,
@@ -23,7 +27,8 @@ from moba_train.tools.needle.haystack import (
     needle_sentence,
     separated,
 )
-from moba_train.tools.tasks.sized import SizedTask, TaskText
+from moba_train.tools.tasks.scored import TaskScores
+from moba_train.tools.tasks.sized import SizedTask, TasksConfig, TaskText
 
 DEPTHS = [round(100 * step / 39) for step in range(40)]
 """Depths at which RULER hides needles in natural text, in % of its sentences."""
@@ -119,9 +124,7 @@ class VariableTracking(SizedTask):
         question = self._question(size, self.letters, rng)
         example = self._question(10, 3, rng)
         solved = f"{_joined(example)} {example.prefix}  {' '.join(example.references)}\n\n\n\n"
-        return TaskText(
-            question.before, question.context, question.after, question.prefix, question.answer, example=solved
-        )
+        return replace(question, example=solved)
 
     def _question(self, size: int, letters: int, rng: random.Random) -> TaskText:
         names: dict[str, None] = {}
@@ -168,9 +171,7 @@ class CommonWords(SizedTask):
         example = self._question(20 if short else 40, *((3, 1) if short else (10, 3)), rng)
         question = self._question(size, *((6, 1) if short else (30, 3)), rng)
         solved = f"{_joined(example)} {example.prefix}{_numbered(example.references)}\n"
-        return TaskText(
-            question.before, question.context, question.after, question.prefix, question.answer, example=solved
-        )
+        return replace(question, example=solved)
 
     def _question(self, size: int, common: int, others: int, rng: random.Random) -> TaskText:
         drawn = rng.sample(WORDS[: max(size, SINGLE_WORDS)], size)
@@ -248,3 +249,40 @@ def _joined(question: TaskText) -> str:
 
 def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
+
+
+class RulerConfig(TasksConfig):
+    """RULER's tasks (Hsieh et al. 2024, arXiv:2404.06654), made here without downloads. See docs/how-to/evaluate.md."""
+
+    tasks: list[str] = Field(
+        ["niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"],
+        min_length=1,
+        description="tasks by name; there are also niah_single_2, niah_single_3, niah_multikey_2 and niah_multikey_3",
+    )
+    scoring: Literal["teacher_forced", "generated"] = Field(
+        "teacher_forced",
+        description="answers that the numbers are about; generated: RULER's own score, by greedy generation, which "
+        "needs parallel.tp and pp 1; teacher_forced: the most likely tokens given the right ones before them, in one "
+        "forward pass",
+    )
+
+
+class Ruler(TaskScores[RulerConfig]):
+    """Mean score over the lengths, of each task and of all tasks."""
+
+    name = "ruler"
+    Options = RulerConfig
+    data_name = "ruler_scores"
+    made = TASKS
+    numbers = frozenset({"ruler", *(f"ruler_{task}" for task in TASKS)})
+
+    @classmethod
+    def problems(cls, options: RulerConfig, setting: EvaluationSetting) -> Iterator[str]:
+        """Those of all tasks, and tasks in natural text without any."""
+        yield from super().problems(options, setting)
+        natural = [task for task in options.tasks if task in TASKS and TASKS[task].natural]
+        if natural and not setting.validation:
+            yield (
+                f"{cls.key}.tasks: {', '.join(natural)} hide needles in natural text, but there is none; set "
+                "data.validation, or leave these tasks out"
+            )

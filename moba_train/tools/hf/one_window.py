@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 of Microsoft: Llama with the matrices of q, k and v in one, those of gate and up in another."""
+"""Families with one window, in all layers or in those that `layer_types` names: Mistral, Ministral, Phi."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,8 +6,43 @@ from typing import Any
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.tools.hf.family import Family
-from moba_train.tools.hf.mistral import OneWindow
-from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
+from moba_train.tools.hf.rope import ROPE_SECTIONS
+
+
+class Ministral(Family):
+    """Ministral 8B: windows layer by layer."""
+
+    architecture = "MinistralForCausalLM"
+    defaults = Family.defaults | {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    }
+    windows = True
+    heads_divide_width = False
+
+    def usual_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Windows in all layers, if there is a `sliding_window`."""
+        kind = "full_attention" if config.get("sliding_window") is None else "sliding_attention"
+        return [kind] * config["num_hidden_layers"]
+
+
+class Mistral(Ministral):
+    """Mistral 7B, Nemo, Small; with `layer_types` it is a Ministral."""
+
+    architecture = "MistralForCausalLM"
+
+    def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """A window in all layers, or in none."""
+        found = super().written(model, attention) | {"sliding_window": attention[0].get("window")}
+        return {key: value for key, value in found.items() if key != "layer_types"}
+
+
+class OneWindow(Mistral):
+    """Families that go by `sliding_window` alone."""
+
+    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Those of no `layer_types`."""
+        return self.usual_types(config)
 
 
 class Phi3(OneWindow):
@@ -23,15 +58,15 @@ class Phi3(OneWindow):
         **{f"attention.{part}_proj": "self_attn.qkv_proj" for part in "qkv"},
         **{f"feed_forward.{part}_proj": "mlp.gate_up_proj" for part in ("gate", "up")},
     }
+    turning = 1.0
     others = frozenset({"partial_rotary_factor"})
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """With the part of each head that turns."""
-        plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
-        rope = read_rope(_renamed(config), turning_fraction(config))
-        if rope.kind not in ("none", "longrope"):
-            raise CheckpointError(f"rope_type: given that of {rope.kind}, allowed in this family: default, longrope")
-        return super().values(plain) | {"rope": rope}
+        """Refuses rotary embeddings other than the ordinary one and longrope."""
+        found = super().values(_renamed(config))
+        if (kind := found["rope"].kind) not in ("none", "longrope"):
+            raise CheckpointError(f"rope_type: given that of {kind}, allowed in this family: default, longrope")
+        return found
 
     def unread(self, config: Mapping[str, Any]) -> list[str]:
         """With longrope by its name."""
