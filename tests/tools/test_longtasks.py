@@ -192,7 +192,8 @@ def test_a_model_that_reads_the_whole_text_recalls_and_one_that_does_not_fails(
     own = write(tmp_path, SAMPLE | {"context": "no"}, name="own-file")
     section = {"tasks": ["json_kv", own], "samples": 2, "lengths": [1024], "answer": "full"}
     config = recipe(texts, 1024, {"longtasks": section})
-    found = built(LongTasks, config).run(context(config, Answers(config, sight=1024)))
+    reader = context(config, Answers(config, sight=1024))
+    found = built(LongTasks, config).run(reader)
     assert found.numbers == {"longtasks": 0.5, "longtasks_json_kv": 1.0, "longtasks_own-file": 0.0}
     assert [*found.data["scores"]] == ["moba", "moba, answers with full", "full"]
     assert found.data["scores"]["moba, answers with full"]["generated"]["json_kv"] == [1.0]
@@ -205,7 +206,6 @@ def test_a_model_that_reads_the_whole_text_recalls_and_one_that_does_not_fails(
     assert drawn["longtasks-0-full-generated"].traces[0]["z"] == [[1.0], [0.0]]
     tokenizer = load_tokenizer(str(config.data.tokenizer))
     asked = [prompt.question for prompt in texts_of(texts, tasks=["json_kv"], samples=1).questions("json_kv", 1024)]
-    reader = context(config, Answers(config, sight=1024))
     new_line = tokenizer.encode("value:\n")[-1]
     whole, cut = (generated_answers(reader, asked, 48, tokenizer, "", ends=ends)[0] for ends in ((), {new_line}))
     assert cut == whole[: whole.index(new_line)]
