@@ -38,7 +38,6 @@ from benchmarks.record import markdown, save
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.load import load_checkpoint, newest_intact
 from moba_train.checkpoint.retention import Retention
-from moba_train.config.health import WatchConfig
 from moba_train.errors import CommunicationError
 from moba_train.health.watch import Watch
 from moba_train.parallel.failures import FailureReports
@@ -417,7 +416,7 @@ def _train(world: World, simulation: Simulation, folder: Path) -> None:
             newest_intact(folder / "checkpoints")
             tensors = {f"weight.{world.rank}": torch.full((4,), float(world.rank)), "same": torch.ones(3)}
             checkpointer.reserve(tensors)
-        watch = Watch(WatchConfig(), world, folder / "stalls", lambda _text: None)
+        watch = Watch(world, folder / "stalls", lambda _text: None)
         simulation.cut()
         for step, name in ((1, "first save"), (2, "save")):
             with simulation.phase(name):

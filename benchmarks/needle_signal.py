@@ -138,7 +138,7 @@ def main() -> None:
     if length not in lengths:
         parser.error(f"--length: given {length}; {given.evaluation} has {', '.join(lengths)}")
     rows = lengths[length]
-    settings = {key: found[key] for key in ("gates", "samples", "seed", "head_dim")}
+    settings = {key: found[key] for key in ("gates", "samples", "head_dim")}
     lines = summary(rows)
     save(
         given.output,

@@ -155,10 +155,6 @@ def tokenize(
     append_eos: Annotated[bool, typer.Option(help="End every document with the end-of-document token")] = True,
     eos: Annotated[str | None, typer.Option(help="Token that ends documents; default: the tokenizer's own")] = None,
     bos: Annotated[str | None, typer.Option(help="Token that begins documents; default: none")] = None,
-    engine: Annotated[
-        Literal["fast", "reference"],
-        typer.Option(help="fast: the fastest engine that gives the same ids; reference: the tokenizer's own library"),
-    ] = "fast",
     holdout: Annotated[
         float,
         typer.Option(min=0, max=0.99, help="Fraction of the documents for OUTPUT-valid; the rest goes to OUTPUT-train"),
@@ -204,7 +200,6 @@ def tokenize(
         on_error == "fail",
         eos,
         bos,
-        engine == "fast",
         max_document_mib << 20,
         encoding_errors,
         duplicates,
@@ -247,24 +242,18 @@ def long_range(
     reads: Annotated[
         int, typer.Option(min=0, help="With --questions: tool calls by which the assistant reads the document")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same documents")] = 0,
-    text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
-    split: Split = None,
-    encoding_errors: EncodingErrors = "strict",
 ) -> None:
     """Make long documents with repeated passages and questions about earlier notes, for miniature recipes."""
     from data_tools.long_range import write_long_range
     from data_tools.outputs import list_skipped, skipped_file
     from moba_train.errors import DataError
 
-    files = _files(inputs, globs, excludes, split)
+    files = _files(inputs, globs, excludes, None)
     if reads and not questions:
         raise DataError(f"--reads: given {reads} without --questions, which it is for; give --questions 1 or more")
-    bad = write_long_range(
-        files, output, documents, characters, seed, text_key, questions, encoding_errors, reads=reads
-    )
+    bad = write_long_range(files, output, documents, characters, 0, questions, reads=reads)
     list_skipped(output, bad)
     _print_bad(bad, skipped_file(output))
     what = f"conversations with {questions} questions about" if questions else "documents of at least"

@@ -16,6 +16,7 @@ import base64
 import hashlib
 import importlib
 import json
+import logging
 import re
 import tempfile
 from array import array
@@ -33,6 +34,8 @@ from data_tools.corpus_writer import dtype_for
 from moba_train.data.tokenizer import TIKTOKEN, tokenizer_file
 from moba_train.errors import DataError
 from moba_train.tools.text_tokenizer import HuggingFaceTokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 SPACE = " \u2581"  # sentencepiece writes a space as U+2581, and takes U+2581 for one
 WORDS = re.compile(rf"[{SPACE}]*[^{SPACE}\n]+|[{SPACE}]*\n|[{SPACE}]+")
@@ -156,16 +159,22 @@ class Encoder:
     bos_id: int | None = None
     """Token id that begins documents, or None."""
 
-    def check(self, texts: Sequence[str]) -> None:
-        """Raises DataError when the engine and the tokenizer's own library differ on one of `texts`."""
+    def checked(self, texts: Sequence[str]) -> "Encoder":
+        """The encoder; where its engine and the tokenizer's own library differ on one of `texts`, with that library as
+        its engine, and a warning."""
         if self.encode is self.reference:
-            return
+            return self
         for text, found, expected in zip(texts, self.encode(texts), self.reference(texts), strict=True):
             if not np.array_equal(found, expected):
-                raise DataError(
-                    f"engine {self.engine} and the library of {self.name} give different ids for the text that "
-                    f"begins with {text[:60]!r}; give --engine reference"
+                logger.warning(
+                    "engine %s and the library of %s give different ids for the text that begins with %r: the slower "
+                    "library is taken",
+                    self.engine,
+                    self.name,
+                    text[:60],
                 )
+                return replace(self, encode=self.reference)
+        return self
 
 
 def load_encoder(tokenizer: str, fast: bool = True, eos: str | None = None, bos: str | None = None) -> Encoder:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import BadRecord, EncodingErrors, cut_shards, read_documents
+from data_tools.documents import BadRecord, cut_shards, read_documents
 from data_tools.outputs import check_output_file, writing_file
 from moba_train.errors import DataError
 
@@ -63,16 +63,14 @@ def write_long_range(
     documents: int,
     characters: int,
     seed: int | str,
-    text_key: str = "text",
     questions: int = 0,
-    encoding_errors: EncodingErrors = "strict",
     weights: Mapping[str, int] = WEIGHTS,
     reads: int = 0,
 ) -> list[BadRecord]:
     """Write `documents` documents of at least `characters` characters as JSON lines, from the text of `files`, and
     return the records that could not be read. The output is a pure function of the arguments.
 
-    questions: 0 for the document under `text_key` in each line; otherwise each line is a conversation in the format
+    questions: 0 for the document under `text` in each line; otherwise each line is a conversation in the format
         "messages", with this number of questions and answers about the document
     weights: relative frequency of each section type
     reads: calls by which the assistant reads the document of a conversation; 0: the user gives it
@@ -83,7 +81,7 @@ def write_long_range(
     texts = []
     bad = []
     for shard in cut_shards(files):
-        for document in read_documents(shard, text_key, encoding_errors=encoding_errors):
+        for document in read_documents(shard, "text"):
             if isinstance(document, BadRecord):
                 bad.append(document)
             elif len(text := document.decode()) >= PASSAGE[1]:
@@ -93,7 +91,7 @@ def write_long_range(
     with writing_file(output) as stream:
         for index in range(documents):
             draw = random.Random(f"{seed}/{index}")
-            record = _record(texts, characters, questions, text_key, weights, draw, reads)
+            record = _record(texts, characters, questions, weights, draw, reads)
             stream.write((json.dumps(record) + "\n").encode())
     return bad
 
@@ -102,7 +100,6 @@ def _record(
     texts: Sequence[str],
     characters: int,
     questions: int,
-    text_key: str,
     weights: Mapping[str, int],
     draw: random.Random,
     reads: int,
@@ -111,7 +108,7 @@ def _record(
     notes: dict[str, int] = {}
     document = _document(_sections(texts, notes, questions > 0, weights, draw), characters)
     if not questions:
-        return {text_key: document}
+        return {"text": document}
     messages: list[dict[str, Any]] = []
     for name in draw.choices(list(notes), k=questions):
         messages.append({"role": "user", "content": _question(name)})

@@ -39,8 +39,6 @@ class TokenizeOptions:
     """Token that ends documents; None: the tokenizer's own."""
     bos: str | None = None
     """Token that begins documents; None: no such token."""
-    fast: bool = True
-    """True for the fastest exact engine, False for the tokenizer's own library."""
     document_bytes: int = DOCUMENT_BYTES
     """Longest document or JSON line, in bytes."""
     encoding_errors: EncodingErrors = "strict"

@@ -76,10 +76,11 @@ def read_report(part: Part) -> PartReport:
 def make_part(part: Part) -> PartReport:
     """Tokenize one shard.
 
-    Raises DataError for an unreadable record if `fail_on_error`, or if the engine is not exact on the first documents.
+    Where the engine is not exact on the first documents, the tokenizer's own library encodes all. Raises DataError for
+    an unreadable record if `fail_on_error`.
     """
     options = part.options
-    encoder = _cached_encoder(options.tokenizer, options.fast, options.eos, options.bos)
+    encoder = _cached_encoder(options.tokenizer, options.eos, options.bos)
     dtype = dtype_for(encoder.vocab_size)
     bos = np.array([] if encoder.bos_id is None else [encoder.bos_id], dtype=dtype)
     eos = np.array([encoder.eos_id] if options.append_eos else [], dtype=dtype)
@@ -93,7 +94,7 @@ def make_part(part: Part) -> PartReport:
         for documents in _batches(part, left_out):
             texts = [document.decode() for document in documents]
             if unchecked:
-                encoder.check(_first(texts, CHECKED_CHARACTERS))
+                encoder = encoder.checked(_first(texts, CHECKED_CHARACTERS))
                 unchecked = False
             for document, ids in zip(documents, encoder.encode(texts), strict=True):
                 writers[choose_split(document, options.holdout)].add_document(np.concatenate((bos, ids, eos)))
@@ -133,8 +134,8 @@ def _first(texts: Sequence[str], characters: int) -> list[str]:
 
 
 @functools.cache
-def _cached_encoder(tokenizer: str, fast: bool, eos: str | None, bos: str | None) -> Encoder:
-    return load_encoder(tokenizer, fast, eos, bos)
+def _cached_encoder(tokenizer: str, eos: str | None, bos: str | None) -> Encoder:
+    return load_encoder(tokenizer, True, eos, bos)
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
     outputs = corpus_prefixes(output, options.holdout)
     if options.duplicates is not None:
         check_similarity(options.duplicates)
-    tokenizer = load_encoder(options.tokenizer, options.fast, options.eos, options.bos)
+    tokenizer = load_encoder(options.tokenizer, True, options.eos, options.bos)
     if options.append_eos and tokenizer.eos_id is None:
         raise DataError(f"{options.tokenizer} has no end-of-document token; give --eos TOKEN or --no-append-eos")
     shards = cut_shards(files)

@@ -27,6 +27,11 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from moba_train.registry import Registry
 
+SAVED = "saved"
+"""Context in which a recipe is read that an earlier version may have saved: it gives every key, so those that are gone
+since are left out. Only keys go that did not change what a model computes, or gave it parameters, by which other values
+are then refused."""
+
 
 class Section(BaseModel):
     """A section of the recipe: unknown keys and numbers that are not finite or beyond LARGEST_COUNT (whole ones) are
@@ -38,12 +43,19 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     not_here: ClassVar[Mapping[str, str]] = {}
-    """Keys that one may expect here, each with a hint for the message that refuses it."""
+    """Keys that one may expect here, or that earlier versions had, each with a hint for the message that refuses it."""
 
     @classmethod
     def fields(cls) -> dict[str, FieldInfo]:
         """Every key that the section may hold."""
         return dict(cls.model_fields)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_former_keys(cls, values: Any, info: ValidationInfo) -> Any:
+        if info.context == SAVED and isinstance(values, dict):
+            return {key: value for key, value in values.items() if key not in cls.not_here}
+        return values
 
     @field_validator("*", mode="before")
     @classmethod
@@ -99,7 +111,7 @@ class OpenSection(Section):
         return FieldInfo(annotation=options | None, default=None, description="null: not asked for")
 
     @model_validator(mode="after")
-    def _validate_members(self) -> Self:
+    def _validate_members(self, info: ValidationInfo) -> Self:
         sections = self.__pydantic_extra__
         assert sections is not None
         errors: list[InitErrorDetails] = []
@@ -108,7 +120,7 @@ class OpenSection(Section):
                 errors.append(InitErrorDetails(type="extra_forbidden", loc=(name,), input=value))
             elif value is not None or self.defaults_stand:
                 try:
-                    sections[name] = self.members[name].Options.model_validate(value)
+                    sections[name] = self.members[name].Options.model_validate(value, context=info.context)
                 except ValidationError as error:
                     errors += [_below(name, details) for details in error.errors(include_url=False)]
         if errors:

@@ -11,6 +11,7 @@ class CheckpointConfig(OpenSection):
     or infinite values are always kept."""
 
     members = CHECKPOINT_STORES
+    not_here = {"alert_after_failures": "gone: always 3"}
 
     every: int | None = Field(
         100,
@@ -32,9 +33,6 @@ class CheckpointConfig(OpenSection):
         description="folder, best on another disk, that takes a checkpoint when the run folder does not; the run "
         "resumes from the newest of both. Every rank must see it: with several nodes, a local disk will not do",
     )
-    alert_after_failures: int = Field(
-        3, ge=1, description="failed saves in a row after which the run reports, as an alert, how much it can lose"
-    )
     max_failures: int | None = Field(
-        None, ge=1, description="failed saves in a row after which the run ends; null: it continues"
+        None, ge=1, description="failed saves in a row after which the run ends; null: it continues; three are an alert"
     )

@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from moba_train.config.base import Section
+from moba_train.config.base import SAVED, Section
 from moba_train.config.explain import describe_field, did_you_mean, explain, format_path, given, path_keys, section_of
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.errors import ConfigError
@@ -138,9 +138,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(text: str, source: str) -> RunConfig:
-    """The recipe that `dump_config` wrote. Raises ConfigError, naming `source`, when this version cannot read it."""
+    """The recipe that `dump_config` wrote, in this version or an earlier one. Raises ConfigError, naming `source`, when
+    this version cannot read it."""
     try:
-        return RunConfig.model_validate(parse_yaml(text, source))
+        return RunConfig.model_validate(parse_yaml(text, source), context=SAVED)
     except ValidationError as error:
         raise ConfigError([f"{source}: {problem}" for problem in explain(error, RunConfig)]) from None
 

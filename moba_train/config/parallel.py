@@ -19,6 +19,12 @@ PipelineSchedule = Literal["1f1b", "interleaved_1f1b", "zero_bubble"]
 class ContextParallelConfig(Section):
     """Sharding of each packed sequence over ranks: docs/explanation/context-parallelism.md."""
 
+    not_here = {
+        "cp_ring_depth": "gone: a ring has a buffer for each rank, and two if these do not fit",
+        "cp_slices": "gone: one slice inside a node if it fits, otherwise 4",
+        "gradient_transport": "gone: gradients are always reduced by NCCL or gloo",
+    }
+
     cp: int = Field(1, ge=1, description="ranks that share one sequence; 1: every rank holds whole sequences")
     cp_transport: str = Field(
         "auto",
@@ -34,20 +40,6 @@ class ContextParallelConfig(Section):
         "far from its start and its end, which balances work that grows with position; auto: zigzag for ring, "
         "allgather and dispatch, and for hierarchical when a layer of the stage has such work (full attention), "
         "otherwise contiguous",
-    )
-    cp_ring_depth: int | None = Field(
-        None,
-        ge=2,
-        description="ring only: number of buffers for the key/value chunks of other ranks; null: one for each rank. "
-        "With more than cp / 2 of them inside a node, a rank attends to all keys in one call. With fewer, which need "
-        "less memory, and between nodes, it attends to some chunks while others arrive, which is slower",
-    )
-    cp_slices: int | None = Field(
-        None,
-        ge=1,
-        description="allgather and hierarchical only: number of transfers in which a layer's key/value heads are "
-        "gathered; more slices overlap more communication with attention and need less memory, fewer slices give "
-        "attention larger kernel launches; null: 1 inside a node if it fits in memory, otherwise 4",
     )
 
     @field_validator("cp_transport")

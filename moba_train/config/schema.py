@@ -94,6 +94,8 @@ class StageConfig(OpenSection):
 class RunConfig(Section):
     """A whole training run: one model taken through a list of stages."""
 
+    not_here = {"norm_implementation": "gone: always torch"}
+
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="the run's name in logs and wandb")
     run_dir: str = Field(min_length=1, description="folder for logs, checkpoints and the report")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of the initial weights and of the data order")

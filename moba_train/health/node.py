@@ -22,6 +22,8 @@ from moba_train.errors import BrokenNodeError
 from moba_train.health.gpu import Gpu, GpuState, find_gpu
 from moba_train.parallel.world import World, gather_over_ranks
 
+EVERY_S = 60.0
+"""Seconds between looks at GPUs and disks."""
 FIRST_ANSWER_S = 60.0
 """Seconds that the start of a run waits for the state of a GPU: nvidia-smi may have to load the driver first."""
 
@@ -131,8 +133,7 @@ class NodeWatch:
     thread. Nothing waits for that thread.
     """
 
-    def __init__(self, config: NodeConfig, world: World, disks: Sequence[Disk], report: Callable[[str], None]) -> None:
-        self._interval_s = config.every
+    def __init__(self, world: World, disks: Sequence[Disk], report: Callable[[str], None]) -> None:
         self._is_main = world.is_main
         self._place = _place(world)
         self._uuid = _uuid(world.device)
@@ -161,7 +162,7 @@ class NodeWatch:
                 self._look()
             except Exception as error:  # the store is gone: the run ends
                 logger.info("%s: a check of the node failed: %r", self._place, error)
-            self._closed.wait(self._interval_s)
+            self._closed.wait(EVERY_S)
 
     def _look(self) -> None:
         for problem in self._known.news([*self._disk_problems(), *self._gpu_problems()], time.monotonic()):

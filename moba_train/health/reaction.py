@@ -30,6 +30,8 @@ from moba_train.parallel.world import gather_over_ranks
 
 BUDGET_STEPS = 1000
 """Steps over which skips and rollbacks are counted: a budget for the whole run would end every long run."""
+MOST_TRANSIENT = 3
+"""Transient faults in as many steps that are allowed."""
 
 Action = Literal["apply", "skip", "rollback", "stop"]
 
@@ -161,15 +163,15 @@ def transient_fault(
     return TransientFault(message, [rank.rank for rank in blamed], sorted({rank.host for rank in blamed}))
 
 
-def too_many_transient(faults: Sequence[tuple[int, list[str]]], step: int, most: int) -> str | None:
-    """Reason to end a run with these transient `faults` (step, hosts): more than `most` of them lie in the 1,000 steps
-    up to `step`. None if it should go on."""
+def too_many_transient(faults: Sequence[tuple[int, list[str]]], step: int) -> str | None:
+    """Reason to end a run with these transient `faults` (step, hosts): more than MOST_TRANSIENT of them lie in the
+    1,000 steps up to `step`. None if it should go on."""
     recent = [(old, hosts) for old, hosts in faults if old > step - BUDGET_STEPS]
-    if len(recent) <= most:
+    if len(recent) <= MOST_TRANSIENT:
         return None
     listed = ", ".join(f"step {old} ({', '.join(hosts) or 'no rank to name'})" for old, hosts in recent[-MOST_NAMED:])
     return (
-        f"{len(recent)} transient faults in {BUDGET_STEPS} steps, health.rerun.max_transient allows {most}: {listed}. "
+        f"{len(recent)} transient faults in {BUDGET_STEPS} steps, {MOST_TRANSIENT} are allowed: {listed}. "
         "A node is suspect: test it, and go on without it"
     )
 

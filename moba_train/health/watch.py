@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.observer import Observer, observing
-from moba_train.config.health import WatchConfig
 from moba_train.errors import ForeignFileError
 from moba_train.output_files import make_folder, write_atomically
 from moba_train.parallel.context import comm
@@ -71,7 +70,7 @@ class AttentionTimer(Observer):
 
 
 class Stragglers:
-    """Compares the times of the ranks at every `every`-th step (0: never)."""
+    """Compares the times of the ranks at every `every`-th step."""
 
     def __init__(self, every: int, device: torch.device) -> None:
         self._every = every
@@ -121,6 +120,12 @@ class Stragglers:
         return self._every > 0 and step % self._every == 0
 
 
+LEAST_S = 120.0
+"""Seconds before any phase counts as stalled."""
+FACTOR = 10.0
+"""Times the median of a phase's recent times before it is called stalled."""
+COMPARE_EVERY = 10
+"""Logged steps between comparisons of the ranks."""
 KNOWN_AFTER = 3
 """Completed times of a phase after which its duration counts as known."""
 BEFORE_TIMEOUT = 0.8
@@ -150,12 +155,10 @@ class _Phase(NamedTuple):
 
 
 class PhaseTimes:
-    """Limits of the phases of a run: `factor` x the median of a phase's last 64 times, not less than `least`, not more
+    """Limits of the phases of a run: FACTOR x the median of a phase's last 64 times, not less than LEAST_S, not more
     than `most` seconds; `most` while the phase has completed fewer than 3 times."""
 
-    def __init__(self, least: float, factor: float, most: float) -> None:
-        self._least = least
-        self._factor = factor
+    def __init__(self, most: float) -> None:
         self._most = most
         self._times: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=64))
 
@@ -168,7 +171,7 @@ class PhaseTimes:
         times = self._times[phase]
         if len(times) < KNOWN_AFTER:
             return self._most
-        return min(self._most, max(self._least, self._factor * statistics.median(times)))
+        return min(self._most, max(LEAST_S, FACTOR * statistics.median(times)))
 
     def forget(self) -> None:
         """Forget all times: at a switch of stage they change."""
@@ -181,11 +184,11 @@ class Watch:
     `report` gets the text about a stall, on the rank that found it, in the watching thread.
     """
 
-    def __init__(self, config: WatchConfig, world: World, folder: Path, report: Callable[[str], None]) -> None:
+    def __init__(self, world: World, folder: Path, report: Callable[[str], None]) -> None:
         most = BEFORE_TIMEOUT * world.timeout.total_seconds()
-        self._times = PhaseTimes(config.least, config.factor, most)
+        self._times = PhaseTimes(most)
         # A twentieth of the shortest limit: five heartbeats fit into the quarter after which a rank counts as silent.
-        self._interval_s = min(5.0, min(config.least, most) / 20)
+        self._interval_s = min(5.0, min(LEAST_S, most) / 20)
         self._rank = world.rank
         self._size = world.size
         self._cuda = world.device.type == "cuda"
@@ -323,7 +326,7 @@ def _describe(
         else:
             lines.append(
                 f"rank {rank} of {size} stalls in {heartbeat.phase!r} after step {heartbeat.step}: for "
-                f"{heartbeat.age_s:.1f} s, limit {heartbeat.limit_s:.1f} s (health.watch); it is at\n{heartbeat.stack}"
+                f"{heartbeat.age_s:.1f} s, limit {heartbeat.limit_s:.1f} s; it is at\n{heartbeat.stack}"
             )
     if len(to_blame) > _MOST_NAMED:
         lines.append(f"... and {len(to_blame) - _MOST_NAMED} more ranks")

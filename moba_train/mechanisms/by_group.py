@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, WithJsonSchema, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -57,7 +57,7 @@ class Part(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_options(cls, given: Any) -> Any:
+    def _with_options(cls, given: Any, info: ValidationInfo) -> Any:
         """The part whose options are the kind's section."""
         if not isinstance(given, dict) or not isinstance(name := given.get("kind"), str):
             return given
@@ -68,7 +68,7 @@ class Part(Section):
         options = given.get("options", {})
         if not isinstance(options, Section):
             try:
-                options = kind.Options.model_validate(options)
+                options = kind.Options.model_validate(options, context=info.context)
             except ValidationError as error:
                 found = (f"options.{problem}" for problem in explain(error, kind.Options))
                 raise ValueError("; ".join(found).replace("options.the recipe:", "options:")) from None

@@ -49,6 +49,8 @@ class DistillOptions(Section):
     labels. Costs the teacher's forward pass, and on logits a second product with the output weight: plans count them,
     MFU does not. Plans take steps of `full_every` for steps with the stage's own attention."""
 
+    not_here = {"loss": "gone: always kl", "temperature": "gone: always 1"}
+
     teacher: Literal["full", "full_and_windows", "base"] = Field(
         "full",
         description="the same step's weights, with full attention in all layers that have a softmax; full_and_windows: "
@@ -67,7 +69,6 @@ class DistillOptions(Section):
         description="on logits: weight of the divergence, where the cross entropy has the rest; on attention: factor "
         "on the error, which is added",
     )
-    temperature: float = Field(1.0, gt=0, le=100, description="on logits: divides the logits of both")
     every: int = Field(1, ge=1, description="distil in every N-th step of the run; the other steps learn labels")
     full_every: int | None = Field(
         None,
@@ -123,8 +124,7 @@ class Distillation(Objective):
         share -= 1 / math.lcm(options.every, options.full_every) if options.full_every else 0
         teachers = [options.teacher_of(layer) for layer in attention]
         if options.on == "logits":
-            peak, traffic = (16, 130) if options.temperature == 1 else (20, 170)  # the student's logarithms, twice
-            return ObjectiveCosts(share, tuple(teachers), logit_peak=peak, logit_traffic=traffic)
+            return ObjectiveCosts(share, tuple(teachers), logit_peak=16, logit_traffic=130)
         learning = tuple(
             None if teacher == layer else teacher for layer, teacher in zip(attention, teachers, strict=True)
         )
@@ -173,23 +173,19 @@ class Distillation(Objective):
         """Weighted sum of both losses."""
         (teacher_nD,) = prepared
         share = self._options.weight
-        tau = self._options.temperature
         # Passes over all logits are what it costs at small widths: both losses share the student's logarithms, and the
         # teacher's entropy is a number without gradient (1,024 tokens of 49,152 logits on a CPU: 0.68 of the time).
         with torch.no_grad():
-            logs_nV = self._logits(teacher_nD, weight_VD).div_(tau).log_softmax(-1)
+            logs_nV = self._logits(teacher_nD, weight_VD).log_softmax(-1)
             target_nV = logs_nV.exp()
             negentropy_n = logs_nV.mul_(target_nV).sum(-1)
             del logs_nV
-        logits_nV = self._logits(hidden_nD, weight_VD)
-        student_nV = logits_nV.log_softmax(-1)
+        student_nV = self._logits(hidden_nD, weight_VD).log_softmax(-1)
         entropy = -(student_nV.gather(1, labels_n[:, None])[:, 0] * weights_n).sum()
-        if tau != 1:
-            student_nV = (logits_nV / tau).log_softmax(-1)
         divergence = ((negentropy_n - (target_nV * student_nV).sum(-1)) * weights_n).sum()
         found = torch.stack([entropy.detach(), divergence.detach()])
         self._sums = found if self._sums is None else self._sums + found
-        return (1 - share) * entropy + share * tau**2 * divergence
+        return (1 - share) * entropy + share * divergence
 
     def _logits(self, hidden_nD: Tensor, weight_VD: Tensor) -> Tensor:
         return capped(F.linear(hidden_nD, weight_VD).float(), self._cap)

@@ -72,8 +72,6 @@ def stage_strategy(
         # The longest runs of consecutive ranks that stay in a node.
         node_size=math.gcd(parallel.cp, same_heads_per_node),
         memory_bytes=memory_bytes,
-        ring_depth=parallel.cp_ring_depth,
-        slices=parallel.cp_slices,
     )
 
 

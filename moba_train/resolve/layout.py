@@ -184,16 +184,6 @@ def context_problems(
                 f"allowed: at most seq_len x micro_batch_size"
             )
         spec = None if parallel.cp_transport == "auto" else transport_spec(parallel.cp_transport)
-        if parallel.cp_ring_depth is not None and spec and not spec.uses_ring_depth:
-            yield (
-                f"{key('cp_ring_depth')}: given {parallel.cp_ring_depth} {where}, which cp_transport "
-                f"{parallel.cp_transport!r} does not use; remove it or set cp_transport: ring"
-            )
-        if parallel.cp_slices is not None and spec and not spec.uses_slices:
-            yield (
-                f"{key('cp_slices')}: given {parallel.cp_slices} {where}, which cp_transport "
-                f"{parallel.cp_transport!r} does not use; remove it or set cp_transport: allgather"
-            )
         if spec:
             kinds = build_attention(stage.attention, model.head_width)
             if found := [*spec.problems(kinds, model, here, config.precision.compute)]:

@@ -157,8 +157,7 @@ class RunCheckpoints:
         began = time.monotonic()
         self._wait_for_stores()
         # Without saves no start can make progress.
-        most = self._run.health.max_restarts_without_progress if self._run.memory.saves else None
-        path = self.trust.begin(self._newest_to_resume_from, most)
+        path = self.trust.begin(self._newest_to_resume_from, self._run.memory.saves)
         try:
             found = self._resume(path, from_scratch) if path is not None else self._first_start(from_scratch)
             self.begun = replace(found, seconds=time.monotonic() - began)

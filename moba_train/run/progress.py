@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
+from moba_train.config.base import SAVED
 from moba_train.config.data import DataConfig
 from moba_train.config.explain import format_path, given
 from moba_train.config.model import ModelConfig
@@ -273,9 +274,7 @@ def check_resumable(run: ResolvedRun, progress: Progress, where: str) -> None:
     """
     stages = run.after_exit(progress.exited_steps).stages
     now = data_plan(run.setup.shape, run.data, run.seed, stages[: progress.stage + 1])
-    # Keys that the model had not yet, when it was saved, had no effect.
-    defaults = {name: field.default for name, field in ModelConfig.model_fields.items() if name in now["model"]}
-    saved = progress.data_plan | {"model": defaults | progress.data_plan["model"]}
+    saved = progress.data_plan | {"model": _with_present_keys(progress.data_plan["model"])}
     for key, before, after in differences(saved, now):
         if key.endswith(".path"):
             continue  # the contents are compared
@@ -292,6 +291,14 @@ def check_resumable(run: ResolvedRun, progress: Progress, where: str) -> None:
             f"{key}: stage {stage.name} now ends at step {stage.end_step}, before the checkpoint's step "
             f"{progress.step}; make it longer, or set run_dir to a new folder"
         )
+
+
+def _with_present_keys(model: dict[str, Any]) -> dict[str, Any]:
+    """The saved model with the keys of this version: those that it had not yet had no effect, and others are gone."""
+    try:
+        return ModelConfig.model_validate(model, context=SAVED).model_dump(mode="json", exclude={"rope"})
+    except ValidationError:  # of a later version
+        return model
 
 
 def _what_was(key: str, stages: Sequence[Stage]) -> str:

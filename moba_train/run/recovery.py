@@ -97,7 +97,7 @@ class Recovery:
         progress = self._progress
         step = progress.step
         progress.note_transient_fault(fault.hosts)
-        ends = too_many_transient(progress.transient_faults, step, self._run.health.rerun.max_transient)
+        ends = too_many_transient(progress.transient_faults, step)
         text = "; ".join(filter(None, (fault.message, ends)))
         tokens = stage.tokens_after(step)
         self._telemetry.event(step, tokens, "fault", text, fault="transient", ranks=fault.ranks, hosts=fault.hosts)

@@ -26,6 +26,8 @@ from moba_train.telemetry.telemetry import Record, SinkRun, Telemetry
 
 logger = logging.getLogger(__name__)
 
+ALERT_AFTER_FAILURES = 3
+"""Failed saves in a row after which an alert says how much the run can lose."""
 STAGE = "stage"
 """Type of the records of a stage's beginning."""
 BOUNDARY = "boundary"
@@ -171,7 +173,7 @@ class RunReports:
         self._failures_in_a_row(checkpointer.failed_saves, checkpointer.last_saved)
 
     def _failures_in_a_row(self, failed: int, last_saved: Saved | None) -> None:
-        if failed < self._run.checkpoint.alert_after_failures:
+        if failed < ALERT_AFTER_FAILURES:
             return
         last = f"after step {last_saved.step}" if last_saved is not None else "since this start of the run"
         text = f"{failed} saves in a row have failed: all that is trained {last} is lost if the run ends now"

@@ -89,7 +89,9 @@ def _evidence_of_checkpoint(run_dir: Path) -> str | None:
 
 RESTARTS = "restarts.json"
 
-_MOST = 1000
+MOST_STARTS = 20
+"""Starts in a row that save no newer checkpoint, after which the run refuses to start. Those that end in order do not
+count."""
 _SHOWN = 10
 _LONGEST = 300
 
@@ -112,7 +114,7 @@ class Restarts:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / RESTARTS
-        self._starts = read_entries(self._path, "starts", Start)[-_MOST:]
+        self._starts = read_entries(self._path, "starts", Start)
         self._begun = False
 
     def blames(self, step: int) -> str | None:
@@ -121,9 +123,9 @@ class Restarts:
         last = self._starts[-1] if self._starts else None
         return last.ended if last is not None and last.fatal and last.from_step == step else None
 
-    def begin(self, step: int, marked_steps: list[int], most: int) -> str | None:
+    def begin(self, step: int, marked_steps: list[int]) -> str | None:
         """A start from the checkpoint of `step`, 0 without one; those of `marked_steps` are passed over. The error text
-        if there have been `most` starts without progress before, else None."""
+        if there have been MOST_STARTS without progress before, else None."""
         if self._starts:
             last = self._starts[-1]
             # Somebody has moved the newer checkpoints away on purpose, so the count begins again.
@@ -132,8 +134,8 @@ class Restarts:
                 self._starts = []
             elif step > last.from_step and not last.fatal:
                 self._starts.pop()  # it came closer to where earlier ones have failed
-        if len(self._starts) >= most:
-            return self._account(most)
+        if len(self._starts) >= MOST_STARTS:
+            return self._account()
         self._starts.append(Start(datetime.now().isoformat(" ", "seconds"), step))
         self._begun = True
         self._write()
@@ -154,9 +156,9 @@ class Restarts:
             self._write()
 
     def _write(self) -> None:
-        replace_entries(self._path, "starts", self._starts[-_MOST:])
+        replace_entries(self._path, "starts", self._starts)
 
-    def _account(self, most: int) -> str:
+    def _account(self) -> str:
         """Message: the starts, and the ways to go on."""
         lines = [
             f"  - {start.time}, from {f'step {start.from_step}' if start.from_step else 'the beginning'}: "
@@ -169,15 +171,14 @@ class Restarts:
         newer = f"newer than that of step {furthest}" if furthest else "at all"
         return "\n".join(
             [
-                f"{len(self._starts)} starts in a row have saved no usable checkpoint {newer} "
-                f"(health.max_restarts_without_progress: {most}):",
+                f"{len(self._starts)} starts in a row have saved no usable checkpoint {newer}:",
                 *earlier,
                 *lines,
                 "Find the cause first: the output of those starts, "
                 f"`moba-train inspect-spike {quote(str(self._path.parent))}`, "
                 "a lower learning rate (optim.lr, or lr of a stage that has its own), another "
                 "health.spike.reaction, fewer steps between checkpoints (checkpoint.every). Then delete "
-                f"{self._path} or raise the key, and run the same command again. Checkpoints that are passed over are "
+                f"{self._path}, and run the same command again. Checkpoints that are passed over are "
                 f"named in {self._path.parent / 'checkpoints' / MARKS}; delete it to use them again",
             ]
         )
@@ -218,17 +219,17 @@ class Trust:
         self._doubted: list[tuple[int, str]] = []
         """Step and save id of the marked checkpoints that the present weights go on from."""
 
-    def begin(self, find: Callable[[Accept], Path | None], most: int | None) -> Path | None:
+    def begin(self, find: Callable[[Accept], Path | None], counted: bool) -> Path | None:
         """Begin a start: the checkpoint that it takes, None when there is none. find: see `choose_checkpoint`.
 
-        Raises TrainingError where more than `most` starts in a row have made no progress; None: starts are not counted.
+        Raises TrainingError where MOST_STARTS in a row have made no progress, if starts are `counted`.
         """
         self._marks = broadcast(Marks.read(self._folder) if self._restarts is not None else Marks([]))
         path = choose_checkpoint(find, self._marks, self._blames, self._mark)
         problem = None
-        if self._restarts is not None and most is not None:
+        if self._restarts is not None and counted:
             step = (saved_step(read_meta(path)) or 0) if path is not None else 0
-            problem = self._restarts.begin(step, self._marks.steps, most)
+            problem = self._restarts.begin(step, self._marks.steps)
         if problem := broadcast(problem):
             raise TrainingError(problem)
         return path

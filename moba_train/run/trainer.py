@@ -17,7 +17,7 @@ from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationStoppedError
 from moba_train.health.node import Disk, NodeWatch, refuse_broken_gpus
 from moba_train.health.reaction import gather_evidence, transient_fault
-from moba_train.health.watch import Stragglers, Watch, stalls_folder
+from moba_train.health.watch import COMPARE_EVERY, Stragglers, Watch, stalls_folder
 from moba_train.memory.weights import checkpoint_bytes
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.parallel.run_lock import RunLock
@@ -361,12 +361,11 @@ class Monitors:
         self, run: ResolvedRun, world: World, stalled: Callable[[str], None], node_problem: Callable[[str], None]
     ) -> None:
         """stalled, node_problem: get the text about a stall, or about a GPU or a disk, in the watching thread."""
-        health = run.health
-        self.watch = Watch(health.watch, world, stalls_folder(run.folders.run), stalled)
+        self.watch = Watch(world, stalls_folder(run.folders.run), stalled)
         folders = [run.folders.run, *([Path(run.checkpoint.fallback_dir)] if run.checkpoint.fallback_dir else [])]
         needed = checkpoint_bytes(run.setup.spec, run.optim.kind) if run.memory.saves else 0
-        self._node = NodeWatch(health.node, world, [Disk(folder, needed) for folder in folders], node_problem)
-        self.stragglers = Stragglers(health.watch.compare_every * run.telemetry.log_every, world.device)
+        self._node = NodeWatch(world, [Disk(folder, needed) for folder in folders], node_problem)
+        self.stragglers = Stragglers(COMPARE_EVERY * run.telemetry.log_every, world.device)
 
     def close(self) -> None:
         """End the threads."""

@@ -128,7 +128,6 @@ def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="rates, for --rates FILE")] = Path(
         "rates.json"
     ),
-    minutes: Annotated[float, typer.Option(min=0.1, help="no attention except full and moba is begun later")] = 4.0,
 ) -> None:
     """Measure what this machine's GPU does in a second, for `plan` and `tune`.
 
@@ -138,7 +137,7 @@ def calibrate(
     from moba_train.tools.plan.calibrate import calibrate as measured
 
     check_output_file(output)
-    for rates in measured(minutes, typer.echo):  # written again and again, so that an interrupted one is not lost
+    for rates in measured(typer.echo):  # written again and again, so that an interrupted one is not lost
         write_atomically(output, rates.to_json())
     typer.echo(f"written: {output}")
 
@@ -209,7 +208,6 @@ def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint, a run folder (its newest), or a metrics.jsonl")],
     b: Annotated[Path, typer.Argument(metavar="B", help="what to compare it with, of the same kind")],
     tolerance: Annotated[float, typer.Option(min=0.0, help="relative; 0: bit for bit")] = 0.0,
-    most: Annotated[int, typer.Option(min=1, help="differences to show")] = 10,
 ) -> None:
     """Name the first tensor, or the first step, that differs between two runs. Exit status 1 if any does."""
     from moba_train.tools.compare import compare as compared
@@ -218,7 +216,7 @@ def compare(
     result = compared(a, b, tolerance)
     for notice in result.notices:
         typer.echo(f"note: {notice}", err=True)
-    for line in describe(result, most):
+    for line in describe(result):
         typer.echo(line)
     raise typer.Exit(1 if result.differing else 0)
 
@@ -250,14 +248,6 @@ def fit_scaling(
             help="losses to fit: loss (training, averaged), eval_loss, trailing_loss, or another evaluation's number",
         ),
     ] = "eval_loss",
-    compute: Annotated[
-        Literal["6ND", "real", "both"],
-        typer.Option(
-            case_sensitive=False,
-            help="6ND: 6 x parameters outside embeddings x tokens; real: with the output projection, and attention as "
-            "each layer computes it",
-        ),
-    ] = "both",
     group_by: Annotated[
         str, typer.Option(metavar="KEY", help="runs of one fit agree in this: attention, or a key of the recipe")
     ] = "attention",
@@ -265,7 +255,8 @@ def fit_scaling(
 ) -> None:
     """Fit the loss of runs of different sizes as a power law of their compute, for each attention side by side.
 
-    C is in PFLOP/s-days. Intervals of 95 % are bootstrap percentiles."""
+    C is in PFLOP/s-days: 6ND, 6 x parameters outside embeddings x tokens, and real, with the output projection, and
+    attention as each layer computes it. Intervals of 95 % are bootstrap percentiles."""
     from moba_train.tools.report.scaling import fit_runs
     from moba_train.tools.report.scaling_report import describe as lines_of
     from moba_train.tools.report.scaling_report import write_report
@@ -273,8 +264,7 @@ def fit_scaling(
 
     check_output_folder(output)
     metrics = list(dict.fromkeys(name.strip() for name in metric.split(",")))
-    computes = COMPUTES if compute == "both" else (compute,)
-    found = fit_runs(read_runs(runs, metrics, group_by), metrics, computes)
+    found = fit_runs(read_runs(runs, metrics, group_by), metrics, COMPUTES)
     for line in lines_of(found):
         typer.echo(line)
     for path in write_report(found, output) if output is not None else ():
@@ -317,9 +307,6 @@ def moba_to_hf(
         Literal["float32", "bfloat16", "float16"],
         typer.Option(help="element type of the written weights; checkpoints hold float32"),
     ] = "bfloat16",
-    shard_gib: Annotated[
-        float, typer.Option(min=0.001, max=1e6, help="largest size of a file in GiB; as much memory is needed")
-    ] = 4.0,
     with_code: Annotated[
         bool,
         typer.Option(
@@ -350,7 +337,7 @@ def moba_to_hf(
     from moba_train.tools.saved_recipe import open_checkpoint
 
     saved = open_checkpoint(checkpoint, init_from)
-    left_out = export_to_hf(saved, output, getattr(torch, dtype), int(shard_gib * 2**30), with_code, model_type)
+    left_out = export_to_hf(saved, output, getattr(torch, dtype), 2**32, with_code, model_type)
     typer.echo(f"{saved.path} is now a Hugging Face model in {output}")
     for warning in left_out:
         typer.echo(f"warning: {warning}", err=True)

@@ -136,12 +136,15 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def describe(result: Comparison, most: int) -> Iterator[str]:
-    """Lines for the terminal: the number of equal things, and the first `most` that differ."""
+MOST_SHOWN = 10
+
+
+def describe(result: Comparison) -> Iterator[str]:
+    """Lines for the terminal: the number of equal things, and the first MOST_SHOWN that differ."""
     equal = result.compared - len(result.differing)
     yield f"{equal} of {result.compared} {result.what} are equal"
     if result.differing:
         yield f"first difference: {result.differing[0]}"
-        yield from (f"                  {text}" for text in result.differing[1:most])
-    if len(result.differing) > most:
-        yield f"                  ... and {len(result.differing) - most} more"
+        yield from (f"                  {text}" for text in result.differing[1:MOST_SHOWN])
+    if len(result.differing) > MOST_SHOWN:
+        yield f"                  ... and {len(result.differing) - MOST_SHOWN} more"

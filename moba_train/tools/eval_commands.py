@@ -113,10 +113,6 @@ def lm_eval(
         int | None, typer.Option(min=0, help="examples before each question; default: the task's")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="prompts that are continued together")] = 8,
-    batch_tokens: Annotated[
-        int,
-        typer.Option(parser=parse_length, metavar="TOKENS", help="length of a forward pass of packed texts to score"),
-    ] = 32_768,
     seq_len: Annotated[
         int | None,
         typer.Option(
@@ -156,7 +152,6 @@ def lm_eval(
         limit=limit,
         num_fewshot=num_fewshot,
         batch_size=batch_size,
-        batch_tokens=batch_tokens,
         seq_len=seq_len,
         lengths=_lengths(lengths),
         include_path=include_path,

@@ -33,7 +33,6 @@ from moba_train.evals.position_wise import (
 from moba_train.mechanisms.by_group import ByGroupKind, Part, can_be_part
 from moba_train.mechanisms.probes.gate_probe import GateProbe, GateProbeConfig
 from moba_train.mechanisms.probes.head_reach import Budget, Look, head_reach
-from moba_train.mechanisms.window import WindowKind
 from moba_train.tools.needle.answers import Question, answer_sample, padded_length
 from moba_train.tools.needle.haystack import stage_lengths
 from moba_train.tools.needle.needle import NeedleTexts, text_problems
@@ -43,20 +42,20 @@ from moba_train.tools.needle.options import HiddenNeedles
 class FullLayersConfig(HiddenNeedles):
     """Layers that should stay full, chosen by loss. See docs/how-to/evaluate.md."""
 
+    not_here = {
+        **HiddenNeedles.not_here,
+        "queries": "gone: always 256",
+        "windows": "gone: attention.overrides gives layers a window",
+        "attention": "gone: it changed nothing",
+    }
+
     count: int = Field(3, ge=1, description="layers to choose")
     bucket: Length = Field(2048, description="last tokens of a sequence whose loss counts; divides the seq_len")
     sequences: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of long documents")
-    queries: int = Field(256, ge=1, description="queries of one sequence for the probability outside the selection")
     switch: list[Literal["full", "sparse"]] = Field(
         ["full", "sparse"],
         description="how each layer is tried alone; full: all others are sparse; sparse: all others are full, which is "
         "much the quicker with a slow kind such as oracle",
-    )
-    windows: int = Field(
-        0,
-        ge=0,
-        description="layers, those with the least probability outside, that get a window and the first block instead "
-        "of the sparse kind, as many keys together as that attends to",
     )
     groups: bool = Field(
         False,
@@ -95,7 +94,7 @@ class FullLayers(LongDocumentEvaluation[FullLayersConfig]):
     def __init__(self, options: FullLayersConfig, setting: EvaluationSetting) -> None:
         super().__init__(options, setting)
         self.compare_with_full = False
-        self._probe = GateProbe(GateProbeConfig(queries=options.queries), setting)
+        self._probe = GateProbe(GateProbeConfig(), setting)
         self._questions: list[Question] = []
         if options.by != "loss":
             length = max(stage_lengths(options, setting.stage), default=setting.stage.seq_len)
@@ -114,8 +113,6 @@ class FullLayers(LongDocumentEvaluation[FullLayersConfig]):
         layers = setting.model.layers
         if options.count >= layers:
             yield f"{cls.key}.count: given {options.count}; allowed: fewer than the model's {layers} layers"
-        if options.groups and options.windows:
-            yield f"{cls.key}.groups: given true with windows {options.windows}; allowed: with windows 0"
         if options.by != "loss":
             yield from text_problems(options, setting, cls.key)
 
@@ -181,16 +178,6 @@ class FullLayers(LongDocumentEvaluation[FullLayersConfig]):
                 for layer, some in groups_by[best].items()
                 if len(some) < every
             }
-        if self._options.windows:
-            rest = [layer for layer in open_layers if layer not in chosen_by[best]]
-            rest.sort(key=lambda layer: _mean(groups[layer], "outside_window"))
-            size, topk = self._budget(sparse)
-            window = {"window": (topk - 1) * size, "sinks": size}
-            overrides = {layer: {"kind": "window", **window} for layer in sorted(rest[: self._options.windows])}
-            layers = model.full_in(
-                chosen_by[best], {*overrides}, LayerAttention("window", WindowKind.Options(**window))
-            )
-            found |= self._measured(context, {"windows": layers})
         context.restore_attention()
         return self._result(context, found, {**chosen_by, **groups_by}, chosen_by[best], best, rows, overrides)
 
@@ -244,7 +231,6 @@ class FullLayers(LongDocumentEvaluation[FullLayersConfig]):
         overrides: Mapping[int, Mapping[str, Any]],
     ) -> EvaluationResult:
         shown = {"sparse": [], "full": [row["layer"] for row in rows], **shown_by}
-        shown |= {"windows": chosen} if "windows" in found else {}
         candidates = [{"name": name, "layers": layers, **found[name].to_json()} for name, layers in shown.items()]
         plain = [{**row, **_told("gain", row["gain"]), **_told("cost", row["cost"])} for row in rows]
         fragment = yaml_fragment(chosen, best, candidates, plain, overrides)
@@ -300,7 +286,7 @@ class FullLayers(LongDocumentEvaluation[FullLayersConfig]):
         config = context.model.config
         seq_len = self._samples.seq_len
         budget = self._budget(sparse)
-        count = min(self._options.queries, seq_len // 2)
+        count = min(GateProbeConfig().queries, seq_len // 2)
         tokens = np.linspace(seq_len // 2, seq_len - 1, count).astype(int).tolist()
         texts = [Look(self._samples.sample(index), tokens, []) for index in range(len(self._samples))]
         answers = self._answers(context)
@@ -329,16 +315,12 @@ class _Switched:
     sparse: LayerAttention
     kv_heads: int
 
-    def full_in(
-        self, chosen: Collection[int], others: Collection[int] = (), other: LayerAttention | None = None
-    ) -> Layers:
-        """Full attention in the `chosen` layers, `other` in `others`, sparse attention in the rest."""
+    def full_in(self, chosen: Collection[int]) -> Layers:
+        """Full attention in the `chosen` layers, sparse attention in the rest."""
 
         def attention(layer: int) -> LayerAttention:
             if layer not in self.switched:
                 return self.own[layer]
-            if other is not None and layer in others:
-                return other
             return self.full[layer] if layer in chosen else self.sparse
 
         return tuple(map(attention, range(len(self.own))))

@@ -42,8 +42,18 @@ Budget = IdealAttention.Options
 _SIZES = ((512, 8), (128, 8), (128, 32), (64, 32))
 
 
+RULER_TASKS = ["niah_multikey", "vt"]
+"""RULER's tasks that are asked."""
+
+
 class OracleConfig(HiddenNeedles):
     """Cost of sparse attention, split into budget, selector and weights. See docs/how-to/evaluate.md."""
+
+    not_here = {
+        **HiddenNeedles.not_here,
+        "ruler": "gone: always niah_multikey and vt",
+        "attention": "gone: it changed nothing",
+    }
 
     budgets: list[Budget] = Field(
         [
@@ -56,10 +66,9 @@ class OracleConfig(HiddenNeedles):
     bucket: Length = Field(2048, description="loss by position: tokens averaged together; divides the seq_len")
     sequences: int = Field(8, ge=1, le=MOST_SAMPLES, description="loss by position: samples of long documents")
     questions: list[Literal["needle", "ruler"]] = Field(
-        [], description="also ask for needles, at `depths`, or RULER's tasks, at `lengths`; needs data.tokenizer"
-    )
-    ruler: list[str] = Field(
-        ["niah_multikey", "vt"], min_length=1, description="RULER's tasks, `samples` of each length"
+        [],
+        description="also ask for needles, at `depths`, or RULER's niah_multikey and vt, at `lengths`; needs "
+        "data.tokenizer",
     )
     dense: str | None = Field(
         None,
@@ -199,14 +208,14 @@ def _questions(options: OracleConfig) -> Iterator[tuple[Any, Section]]:
     if "needle" in options.questions:
         yield Needle, NeedleConfig(**options.model_dump(include={*NeedleConfig.model_fields}))
     if "ruler" in options.questions:
-        yield Ruler, RulerConfig(**options.model_dump(include={*RulerConfig.model_fields}), tasks=options.ruler)
+        yield Ruler, RulerConfig(**options.model_dump(include={*RulerConfig.model_fields}), tasks=RULER_TASKS)
 
 
 def _under(key: str, problem: str) -> str:
     """A problem of another evaluation's options as one of this evaluation's, which have the same names."""
-    for other in (Needle.key, f"{Ruler.key}.tasks", Ruler.key):
+    for other in (Needle.key, Ruler.key):
         if problem.startswith(other):
-            return (f"{key}.ruler" if other.endswith("tasks") else key) + problem.removeprefix(other)
+            return key + problem.removeprefix(other)
     return problem
 
 

@@ -8,7 +8,7 @@ run folder.
 
 import contextlib
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -18,7 +18,7 @@ from moba_train.checkpoint.manifest import check_sizes, read_meta
 from moba_train.checkpoint.publish import find_checkpoint, saved_step
 from moba_train.checkpoint.recipe import run_folder, saved_recipe, saved_stage, trained_tokenizer
 from moba_train.checkpoint.state import load_model
-from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.load import dump_config, parse_yaml, validated
 from moba_train.config.schema import RunConfig
@@ -36,7 +36,7 @@ from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.hf.config import is_hf_folder
 from moba_train.tools.hf.weights import load_hf_weights
-from moba_train.tools.needle.options import NamesFiles, asking
+from moba_train.tools.needle.options import NamesFiles
 
 
 class SavedRun(NamedTuple):
@@ -155,7 +155,7 @@ def check_paths(config: RunConfig, named: Container[str], checkpoint: Path, root
 
 def corpora_and_tokenizer(config: RunConfig) -> set[str]:
     """Paths of the tokenizer and of the corpora that evaluation reads."""
-    paths = {*evaluation_corpora(config.data, config.evaluation).values()}
+    paths = {source.path for source in config.data.validation}
     return paths if config.data.tokenizer is None else {*paths, config.data.tokenizer}
 
 
@@ -165,25 +165,16 @@ def named_files(evaluation: EvaluationConfig) -> dict[str, list[str]]:
     return {f"evaluation.{name}": section.named_files() for name, section in sections.items()}
 
 
-def evaluation_corpora(data: DataConfig, evaluation: EvaluationConfig) -> dict[str, str]:
-    """The corpora that evaluation reads, by the keys that name them."""
-    named = {f"evaluation.{name}.corpus": section.corpus for name, section in asking(evaluation).items()}
-    return {
-        **{f"data.validation[{index}].path": source.path for index, source in enumerate(data.validation)},
-        **{key: path for key, path in named.items() if path is not None},
-    }
-
-
 def _files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
     """(key, value, file) of every file that evaluation and generation open."""
     if (tokenizer := config.data.tokenizer) is not None:
         file = tokenizer_file(tokenizer)
         yield "data.tokenizer", tokenizer, file
         yield "data.tokenizer", tokenizer, file.parent / TOKENIZER_CONFIG
-    for key, path in evaluation_corpora(config.data, config.evaluation).items():
-        for prefix in (path, mask_prefix(path)):
+    for index, source in enumerate(config.data.validation):
+        for prefix in (source.path, mask_prefix(source.path)):
             for suffix in ("idx", "bin", "json"):
-                yield key, path, corpus_file(prefix, suffix)
+                yield f"data.validation[{index}].path", source.path, corpus_file(prefix, suffix)
     for key, paths in named_files(config.evaluation).items():
         yield from ((key, path, Path(path)) for path in paths)
 
@@ -211,8 +202,7 @@ class SavedPaths:
             "train": [self._source(source) for source in data.train],
             "validation": [self._source(source) for source in data.validation],
         }
-        evaluation = with_corpora(self._config.evaluation, lambda path: self._corpus(path) or path)
-        return self._config.model_copy(update={"data": data.model_copy(update=changes), "evaluation": evaluation})
+        return self._config.model_copy(update={"data": data.model_copy(update=changes)})
 
     def check_tokenizer(self) -> None:
         """Raises DataError, naming all places that were looked at, when the recipe's tokenizer is in none of them."""
@@ -296,15 +286,6 @@ def open_checkpoint(path: Path, init_from: Path | None = None) -> SavedRun:
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """The recipe with `overrides` applied, as `load_config` takes them. Raises ConfigError with every problem."""
     return validated(parse_yaml(dump_config(config), "recipe"), overrides) if overrides else config
-
-
-def with_corpora(evaluation: EvaluationConfig, change: Callable[[str], str | None]) -> EvaluationConfig:
-    """A copy in which `change` has been applied to every corpus that a section names."""
-    named = {name: section for name, section in asking(evaluation).items() if section.corpus is not None}
-    changed = {
-        name: section.model_copy(update={"corpus": change(str(section.corpus))}) for name, section in named.items()
-    }
-    return evaluation.model_copy(update=changed)
 
 
 def read_checkpoint(path: Path) -> SavedRun:

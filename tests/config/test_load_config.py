@@ -352,7 +352,6 @@ def test_a_mistake_names_its_key_what_was_given_and_what_is_allowed(recipe: Path
     "path",
     [
         "parallel.timeout",
-        "health.node.every",
         "health.spike.window",
         "optim.lr",
         "optim.eps",

@@ -59,8 +59,8 @@ ATTENTION: list[tuple[str, dict[str, Any]]] = [
     ("infllm_v2", {"block_size": 8, "topk": 4, "local_blocks": 2, "window": 4, "stride": 2, "dense_len": 1}),
     ("moba_v05", {"block_size": 4, "topk": 3}),
     ("moba_window", {"block_size": 4, "topk": 2, "window": 8}),
-    ("seer", {"block_size": 4, "topk": 3, "gate_dim": 6, "train_gate": True, "kl_weight": 0.5}),
-    ("seer", {"block_size": 4, "topk": 3, "gate_dim": 6, "mode": "warmup"}),
+    ("seer", {"block_size": 4, "topk": 3, "train_gate": True, "kl_weight": 0.5}),
+    ("seer", {"block_size": 4, "topk": 3, "mode": "warmup"}),
     ("msa", {"block_size": 4, "topk": 3, "index_dim": 6, "train_gate": True, "kl_weight": 0.5}),
     ("msa", {"block_size": 4, "topk": 3, "index_keys": "group"}),
     ("qsa", {"block_size": 4, "topk": 4}),
@@ -73,7 +73,7 @@ ATTENTION: list[tuple[str, dict[str, Any]]] = [
         "indexer",
         {"block_size": 2, "topk": 6, "local_blocks": 2, "top_p": 0.8, "coarse": {"block_size": 8, "blocks": 4}},
     ),
-    ("nsa", {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6, "hidden": 5}),
+    ("nsa", {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6}),
     ("lightning", {}),
     ("kda", {}),
     ("capped", {"cap": 1.5}),
@@ -111,7 +111,7 @@ EXPERTS: list[dict[str, Any]] = [
         "intermediate_size": 16,
         "shared": 2,
         "shared_gate": True,
-        "router": {"score": "sigmoid", "groups": 4, "active_groups": 2, "balance": "bias", "counted": "all"},
+        "router": {"score": "sigmoid", "groups": 4, "active_groups": 2, "balance": "bias"},
     },
 ]
 """Mixtures of experts whose losses are those of each token."""
@@ -229,10 +229,6 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
         transports = ["allgather", "ring", "ulysses", "auto"] * 2 + [*{"dispatch"} & {*TRANSPORTS}]
         parallel["cp_transport"] = rng.choice(transports + ["hierarchical"] * 8 * (nodes > 1))
         parallel["cp_layout"] = rng.choice(["auto", "contiguous", "zigzag"])
-        if parallel["cp_transport"] == "ring" and rng.random() < 0.5:
-            parallel["cp_ring_depth"] = 2
-        if parallel["cp_transport"] == "allgather" and rng.random() < 0.5:
-            parallel["cp_slices"] = 2
     if sizes["pp"] > 1:
         parallel["pp_schedule"] = rng.choice(["1f1b", "interleaved_1f1b", "zero_bubble"])
     if rng.random() < 0.2:

@@ -41,16 +41,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return fake
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "EVERY_S", 0.01)
+
+
 class Node:
     """One node with two ranks, watched; rank 0 gets the reports."""
 
-    def __init__(self, disks: list[Disk], every: float = 0.01) -> None:
+    def __init__(self, disks: list[Disk]) -> None:
         store = dist.HashStore()
         self.reports: list[str] = []
         self.watches = []
         for rank in (0, 1):
             world = World(rank, 2, torch.device("cpu"), 2, timedelta(seconds=5), store)
-            self.watches.append(NodeWatch(NodeConfig(every=every), world, disks, self.reports.append))
+            self.watches.append(NodeWatch(world, disks, self.reports.append))
 
     def wait_for(self, text: str, rank: int) -> list[str]:
         """The reports, once one of them is about `rank` and contains `text`."""
@@ -113,7 +118,7 @@ def test_a_driver_that_hangs_holds_up_nothing(monkeypatch: pytest.MonkeyPatch, g
     began = time.monotonic()
     world = World(0, 1, torch.device("cpu"), 1, timedelta(seconds=5), dist.HashStore())
     node.refuse_broken_gpus(NodeConfig(), world)
-    watch = NodeWatch(NodeConfig(), world, [Disk(tmp_path, 1)], print)
+    watch = NodeWatch(world, [Disk(tmp_path, 1)], print)
     watch.close()
     assert time.monotonic() - began < 2
 

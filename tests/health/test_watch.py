@@ -11,13 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moba_train.config.health import WatchConfig
+from moba_train.health import watch
 from moba_train.health.watch import BEFORE_TIMEOUT, PhaseTimes, Watch
 from moba_train.parallel.failures import Heartbeat
 from moba_train.parallel.world import World
 
 MOST = 480.0
 TIMEOUT_S = 2.5
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LEAST_S", 0.6)
 
 
 class Ranks:
@@ -27,7 +32,7 @@ class Ranks:
         self.store = dist.HashStore()
         self.reports: list[str] = []
         world = World(watched, size, torch.device("cpu"), size, timedelta(seconds=TIMEOUT_S), self.store)
-        self.watch = Watch(WatchConfig(least=0.6), world, folder, self.reports.append)
+        self.watch = Watch(world, folder, self.reports.append)
 
     def heartbeat(self, rank: int, entered: int, age_s: float = 9.0, limit_s: float = 1.0, waits: bool = True) -> None:
         count = 1 + int(time.monotonic() * 1000)
@@ -51,8 +56,9 @@ def reported(ranks: Ranks, heartbeats: Callable[[], None], seconds: float = 10.0
     return bool(ranks.reports)
 
 
-def test_limits_follow_the_usual_time_of_a_phase() -> None:
-    times = PhaseTimes(least=10.0, factor=10.0, most=MOST)
+def test_limits_follow_the_usual_time_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LEAST_S", 10.0)
+    times = PhaseTimes(MOST)
     assert times.limit("step") == MOST, "not known yet"
     for seconds in (60.0, 2.0, 2.0, 2.1):  # the first compiles
         times.add("step", seconds)

@@ -21,7 +21,7 @@ from tests.run.faults import inject, overflow
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks
 
-NSA = {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6, "hidden": 5}
+NSA = {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6}
 SEER = {"block_size": 8, "topk": 3}
 GATE = ".attention.nsa."
 
@@ -151,7 +151,7 @@ def test_a_kind_of_a_stage_that_has_not_begun_may_be_dropped_or_shaped_otherwise
     planned: Run, tmp_path: Path, corpora: Path
 ) -> None:
     """The changed kind begins as in a run that had the last recipe from the start."""
-    reshaped = with_sparse_stage(Run(tmp_path, corpora), hidden=7, compressed_block=8)
+    reshaped = with_sparse_stage(Run(tmp_path, corpora), compressed_block=8)
     reshaped.take_over(planned, 8)
     assert reshaped.train_here() == 0
     (event,) = reshaped.records("resume")
@@ -162,7 +162,7 @@ def test_a_kind_of_a_stage_that_has_not_begun_may_be_dropped_or_shaped_otherwise
     )
     said = f"; {new:,} parameters of 'nsa' begin again: the checkpoint does not have them in this shape"
     assert event["message"].endswith(said)
-    fresh = with_sparse_stage(Run(tmp_path / "fresh", corpora), hidden=7, compressed_block=8)
+    fresh = with_sparse_stage(Run(tmp_path / "fresh", corpora), compressed_block=8)
     fresh.folder.mkdir()
     assert fresh.train_here() == 0
     assert reshaped.losses() == fresh.losses()
@@ -181,7 +181,10 @@ def test_a_rollback_finds_older_checkpoints_with_the_kind_dropped_or_in_another_
     planned: Run, tmp_path: Path, corpora: Path
 ) -> None:
     """Steps 4 and 8 were saved with the recipe before."""
-    for run in (with_sparse_stage(Run(tmp_path / "reshaped", corpora), hidden=7), Run(tmp_path / "dropped", corpora)):
+    for run in (
+        with_sparse_stage(Run(tmp_path / "reshaped", corpora), compressed_block=8),
+        Run(tmp_path / "dropped", corpora),
+    ):
         run.folder.mkdir()
         run.take_over(planned, 8)
         run.recipe["health"] = {"spike": {"reaction": "rollback"}}
@@ -199,11 +202,11 @@ def test_a_kind_that_a_stage_has_trained_stays(
     assert run.train_here("--stop-at-step", "14") == 0
     had = "stages[2].attention: parameters of kind 'nsa' in layer 0 were "
 
-    with_sparse_stage(run, hidden=7)
+    with_sparse_stage(run, compressed_block=8)
     message = refusal(run, capsys)
     assert had in message
-    assert "compress_k.up.weight [5, 32]" in message
-    assert "compress_k.up.weight [7, 32]" in message
+    assert "compress_k.up.weight [8, 32]" in message
+    assert "compress_k.up.weight [8, 64]" in message
     assert "gate" not in message, "only what differs is named"
     assert "run_dir to a new folder and init_from: " in message
 
@@ -243,10 +246,10 @@ def test_what_a_kind_has_learned_survives_a_second_change_of_the_recipe(
     assert "restore this stage's attention, or add a stage that uses the kind in these layers" in message
     assert "set run_dir to a new folder and init_from: " in message
 
-    reshaped = sparse["attention"] | {"nsa": NSA | {"hidden": 7}}
+    reshaped = sparse["attention"] | {"nsa": NSA | {"compressed_block": 8}}
     run.recipe["stages"] = [*begun, dense, later | {"attention": reshaped}]
     message = refusal(run, capsys)
-    assert "compress_k.up.weight [7, 32]" in message
+    assert "compress_k.up.weight [8, 64]" in message
     assert " now; a stage that has begun has trained them" in message
 
     run.recipe["stages"] = [*begun, dense, dense | {"name": "between"}, later]
@@ -336,9 +339,9 @@ def test_weights_of_a_kind_in_another_shape_are_refused_before_training(
     trained: Run, tmp_path: Path, corpora: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plan and training refuse the weights with the same words."""
-    run = with_sparse_stage(Run(tmp_path, corpora), hidden=7)
+    run = with_sparse_stage(Run(tmp_path, corpora), compressed_block=8)
     run.recipe["init_from"] = str(trained.run_dir)
-    said = "attention.nsa: gives layer 0 parameters compress_k.up.weight [7, 32]"
+    said = "attention.nsa: gives layer 0 parameters compress_k.positions [8, 8]"
     code, output = plan(run)
     assert code == 2
     assert said in output

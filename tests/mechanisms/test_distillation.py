@@ -43,7 +43,7 @@ from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "logits": {"weight": 0.7, "temperature": 2.0},
+    "logits": {"weight": 0.7},
     "attention": {"on": "attention", "weight": 0.7},
     "gate": {},
 }
@@ -151,13 +151,13 @@ def by_definition(on: str, prefix: str) -> dict[str, Tensor]:
         inputs = tokens, torch.arange(len(tokens)), packed_layout([len(tokens)])
         model.set_attention(build_attention(full, config.model.head_width))
         with torch.no_grad():
-            teacher = (model(*inputs)[rows - 1] / 2).softmax(-1)
+            teacher = model(*inputs)[rows - 1].softmax(-1)
         model.set_attention(build_attention(run.stages[0].attention, config.model.head_width))
         hidden, auxiliary = model.hidden(*inputs)
         logits = model.logits(hidden)[rows - 1]
         entropies.append(F.cross_entropy(logits, tokens[rows], reduction="none"))
         if on == "logits":
-            others.append((teacher * (teacher.log() - (logits / 2).log_softmax(-1))).sum(-1))
+            others.append((teacher * (teacher.log() - logits.log_softmax(-1))).sum(-1))
         elif on == "attention":  # of the first layer, whose input is the same; the second one is full
             target, own = (one[rows - 1] for one in outputs[-2:])
             others.append((own - target).square().sum(-1) / target.square().sum(-1))
@@ -166,7 +166,7 @@ def by_definition(on: str, prefix: str) -> dict[str, Tensor]:
             others.append(auxiliary[0][rows - 1])
     entropy = torch.cat(entropies).mean()
     other = torch.cat(others).mean()
-    total = {"logits": 0.3 * entropy + 0.7 * 4 * other, "attention": entropy + 0.7 * other, "gate": entropy + other}[on]
+    total = {"logits": 0.3 * entropy + 0.7 * other, "attention": entropy + 0.7 * other, "gate": entropy + other}[on]
     total.backward()
     gradients = {name: gradient(parameter) for name, parameter in model.named_parameters()}
     if on == "logits":
@@ -324,7 +324,6 @@ def test_a_recipe_says_it_back(finished: Run) -> None:
         "teacher": "full",
         "on": "logits",
         "weight": 0.5,
-        "temperature": 1.0,
         "every": 2,
         "full_every": 3,
     }

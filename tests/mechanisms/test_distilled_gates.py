@@ -43,7 +43,7 @@ from tests.thread_ranks import thread_transports
 
 BLOCK = 4
 LENGTHS = [12, 0, 1, 27]
-SEER = {"block_size": BLOCK, "topk": 3, "gate_dim": 6}
+SEER = {"block_size": BLOCK, "topk": 3}
 MSA = {"block_size": BLOCK, "topk": 3, "index_dim": 6}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seer warmup": ("seer", SEER | {"mode": "warmup"}),
@@ -316,8 +316,8 @@ def test_flops_are_those_of_the_products(name: str, options: dict[str, Any]) -> 
     counted = 6 * of_pair * attended
     if name == "seer":
         blocks = [-(-length // BLOCK) for length in LENGTHS]
-        matrices = 2 * (heads + 3 * kv_heads) * MODEL.head_width * 6 * sum(blocks)
-        scores = 2 * heads * 6 * sum(count**2 for count in blocks) / 2
+        matrices = 2 * (heads + 3 * kv_heads) * MODEL.head_width**2 * sum(blocks)
+        scores = 2 * heads * MODEL.head_width * sum(count**2 for count in blocks) / 2
         counted += matrices + scores * sparse
         if learns:
             counted += matrices + ((2 if sparse else 3) * scores + of_pair * full_pairs) / every
@@ -362,7 +362,7 @@ def test_what_msa_keeps_of_other_ranks_in_its_warm_up_is_what_it_gathers(monkeyp
 def test_export_is_refused_with_what_would_be_lost(name: str, options: dict[str, Any]) -> None:
     kind = KINDS[name](KINDS[name].Options(**options), MODEL.head_width)
     heads = 4 if "index_keys" in options else 3
-    size = 6 * {"seer": 8 * (4 + 3 * 2), "msa": MODEL.hidden_size * heads}[name]
+    size = {"seer": 8 * 8 * (4 + 3 * 2), "msa": 6 * MODEL.hidden_size * heads}[name]
     assert layer_problem(kind, MODEL).startswith(f"kind {name!r} has {size} parameters in a layer")
 
 

@@ -68,7 +68,6 @@ CASES: dict[str, Case] = {
     **{f"moba_v1 {merge}": Case("moba_v1", BLOCKS | {"merge": merge}, [LENGTHS], AT_ONCE) for merge in ("sum", "gate")},
     "moba_window": Case("moba_window", test_moba_window.SIZES, [test_moba_window.LENGTHS]),
     "nsa": Case("nsa", test_nsa.SMALL, [test_nsa.LENGTHS, NINE]),
-    "nsa shared": Case("nsa", test_nsa.SMALL | {"separate_kv": False}, [test_nsa.LENGTHS]),
     **{f"oracle {name}": Case("oracle", test_oracle.CASES[name], [LENGTHS]) for name in ("head", "tokens of a group")},
     **{f"window {case}": Case("window", case, [test_window.LENGTHS]) for case in test_window.CASES},
 }
@@ -115,7 +114,6 @@ DECODED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{f"moa {name}": ("moa", case, {"prompts": (31, 5)}) for name, case in test_moa.CASES.items()},
     "moba_window": ("moba_window", test_moba_window.SIZES | {"topk": 2}, {"prompts": (21, 13), "steps": 6}),
     "nsa": ("nsa", test_nsa.SMALL, {"prompts": (33, 5)}),
-    "nsa shared": ("nsa", test_nsa.SMALL | {"separate_kv": False}, {"prompts": (33, 5)}),
     # Its selected branch then attends to all tokens, which it does anyway if every block is selected.
     "nsa, all blocks": ("nsa", test_nsa.SMALL | {"topk": 64}, {"decode": "full"}),
     **{f"oracle {name}": ("oracle", case, {"steps": 4}) for name, case in test_oracle.CASES.items()},

@@ -37,9 +37,7 @@ HALF: Model = {
     "further": {"moe": MIXTURE | {"layers": "every:2", "router": {"score": "sigmoid", "balance": "bias"}}},
     "kept": (Kept.INPUT, Kept.ATTENTION, Kept.PRODUCTS, Kept.ALL),
 }
-OVER_RANKS: Model = EXPERTS | {
-    "further": {"moe": MIXTURE | {"router": ROUTER | {"aux_loss_over": "batch", "counted": "all"}}}
-}
+OVER_RANKS: Model = EXPERTS | {"further": {"moe": MIXTURE | {"router": ROUTER | {"aux_loss_over": "batch"}}}}
 RECOMPUTED = EXPERTS | {"kept": (Kept.INPUT, Kept.ATTENTION, Kept.INPUT, Kept.PRODUCTS)}
 ZERO_BUBBLE = {"pp": 2, "pp_schedule": "zero_bubble"}
 TWO_RANKS: dict[str, Case] = {

@@ -214,11 +214,12 @@ def test_auto_takes_no_ring_with_few_buffers_for_it_even_where_nothing_fits() ->
     for memory in (None, 1000):
         strategy, _ = choose_strategy("auto", "auto", shape, memory_bytes=memory, **arguments)
         assert strategy.transport == "allgather"
-    assert choose_strategy("ring", "auto", shape, **arguments)[0].chunks_per_call == 8
-    _, why = choose_strategy("auto", "auto", shape, ring_depth=2, **arguments)
+        assert choose_strategy("ring", "auto", shape, memory_bytes=memory, **arguments)[0].chunks_per_call == 8
+    nodes = {"ranks": 8, "node_size": 4}
+    _, why = choose_strategy("auto", "auto", shape, **nodes)
     assert "ring: 'ring' attends to the keys of some ranks after those of others" in why
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' attends"):
-        choose_strategy("ring", "auto", shape, ring_depth=2, **arguments)
+        choose_strategy("ring", "auto", shape, **nodes)
 
 
 @pytest.mark.gpu

@@ -73,10 +73,10 @@ def test_its_plan_evaluation_and_export(finished: Run, tmp_path: Path) -> None:
 
 def test_what_a_stage_cannot_do_is_named(run: Run) -> None:
     with_versions(run, cp=2)
-    run.recipe["parallel"] |= {"cp": 4, "cp_transport": "ring", "cp_ring_depth": 2}
-    ring = r"parallel\.cp_transport: in stage 'long': 'ring' attends .* or use allgather, ulysses"
+    run.recipe["parallel"] |= {"cp": 4, "cp_transport": "ring"}
+    ring = r"parallel\.cp_transport: in stage 'long': 'ring' attends .*; use allgather, ulysses"
     with pytest.raises(ConfigError, match=ring):
-        check(load_config(run.write_recipe()), ranks=4)
+        check(load_config(run.write_recipe()), ranks=4, ranks_per_node=2)
     run.recipe["parallel"] = {"tp": 2}
     with pytest.raises(ConfigError, match=r"parallel\.tp: given 2, but kind 'moba_v05'"):
         check(load_config(run.write_recipe()))

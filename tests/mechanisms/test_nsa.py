@@ -36,10 +36,9 @@ from tests.attention.kind_checks import (
     token_bytes,
 )
 
-SMALL = {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6, "hidden": 5}
+SMALL = {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6}
 LENGTHS = [21, 0, 1, 50, 4, 3, 8]
 OPTIONS = [
-    pytest.param({**SMALL, "separate_kv": False}, id="shared"),
     pytest.param(SMALL, id="separate"),
     pytest.param({**SMALL, "compressed_block": 6, "block_size": 6, "first": 0, "local": 1}, id="overlaps-of-three"),
     pytest.param({**SMALL, "compressed_block": 8, "stride": 8, "first": 2, "topk": 5}, id="no-overlap"),
@@ -56,10 +55,8 @@ def document(layer: Layer, rows: slice) -> Tensor:
     options, given, model = layer.kind.options, layer.parameters, layer.model
     x, q, k, v = (tensor[rows] for tensor in layer.inputs())
     length, group = len(x), model.heads // model.kv_heads
-    compressed_k, compressed_v, window_k, window_v = k, v, k, v
-    if options.separate_kv:
-        compressed_k, compressed_v = branch(given.compressed, x, model)
-        window_k, window_v = branch(given.window, x, model)
+    compressed_k, compressed_v = branch(given.compressed, x, model)
+    window_k, window_v = branch(given.window, x, model)
     block, stride = options.compressed_block, options.stride
     starts = list(range(0, length - block + 1, stride))
     many_k = compress(given.compress_k, compressed_k, starts, block)
@@ -168,14 +165,12 @@ def test_own_projections_have_the_layers_bias_and_norm() -> None:
     torch.testing.assert_close(results(layer), results(layer, paper), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("branch", [1, 2], ids=["selected", "window"])
-def test_all_blocks_or_a_window_of_all_tokens_behind_a_gate_of_one_is_full_attention(branch: int) -> None:
-    options = {**SMALL, "separate_kv": False, "topk": 64, "window": 1000}
-    layer = make_layer("nsa", options, LENGTHS)
+def test_all_blocks_behind_a_gate_of_one_are_full_attention() -> None:
+    layer = make_layer("nsa", {**SMALL, "topk": 64}, LENGTHS)
     with torch.no_grad():
         layer.x[:, 0] = 1.0
         layer.parameters.gates.weight.zero_()
-        layer.parameters.gates.weight[:, 0] = torch.where(torch.arange(12) % 3 == branch, 1000.0, -1000.0)
+        layer.parameters.gates.weight[:, 0] = torch.where(torch.arange(12) % 3 == 1, 1000.0, -1000.0)
     full = layer.with_inputs(layer.inputs(), kind=KINDS["full"](KINDS["full"].Options(), 8), parameters=None)
     got, want = results(layer), results(full)
     torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-12)
@@ -295,28 +290,24 @@ def test_pairs_are_those_counted_one_by_one(options: dict[str, Any]) -> None:
     assert kind.pairs(MODEL, LENGTHS) == pairs
 
 
-@pytest.mark.parametrize("separate_kv", [False, True])
-def test_flops_are_those_of_the_products(separate_kv: bool) -> None:
+def test_flops_are_those_of_the_products() -> None:
     """Those of the modules are counted by torch; with stride and size equal, no row of a block is unused."""
-    options = {**SMALL, "stride": 4, "separate_kv": separate_kv}
-    layer = make_layer("nsa", options, [48])
+    layer = make_layer("nsa", {**SMALL, "stride": 4}, [48])
     kind, parameters = layer.kind, layer.parameters
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         parameters.gates(layer.x)
         for module in (parameters.compress_k, parameters.compress_v):
             module(layer.k, kind.blocks.places(layer.layout)[0])
         for module in (parameters.compressed, parameters.window):
-            if module is not None:
-                module(layer.x)
+            module(layer.x)
     compressed = sum((t + 1) // 4 for t in range(48))
     attention = 4 * 8 * (12 * kind.pairs(MODEL, [48]) + 2 * compressed)
     assert kind.flops(MODEL, [48]) == attention + 3 * counter.get_total_flops()
 
 
-@pytest.mark.parametrize("separate_kv", [False, True])
-def test_saved_bytes_are_those_that_autograd_keeps(separate_kv: bool) -> None:
+def test_saved_bytes_are_those_that_autograd_keeps() -> None:
     """In 16 bits, beside what full attention keeps; plain PyTorch keeps no inverse lists of the selected blocks."""
-    nsa, full = in_16_bits(make_layer("nsa", {**SMALL, "separate_kv": separate_kv}, [256]))
+    nsa, full = in_16_bits(make_layer("nsa", SMALL, [256]))
     lists = 4 * MODEL.heads * (SMALL["topk"] - 1)
     own = kept_bytes(nsa) - kept_bytes(full)
     assert own == (token_bytes(nsa.kind, seq_len=256).saved - lists) * 256

@@ -119,11 +119,10 @@ def test_the_kernel_chooses_the_blocks_with_the_highest_scores(
     assert (missed <= worst * 1.002 + 1e-5).all()
 
 
-@pytest.mark.parametrize("separate_kv", [False, True])
-def test_the_layer_equals_float64_with_the_same_selection(separate_kv: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layer_equals_float64_with_the_same_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 on the GPU, then float64 on the CPU, which is given the blocks that the first selected."""
     model = MODEL.model_copy(update={"hidden_size": 128, "heads": 8, "kv_heads": 2, "head_dim": 64, "init_std": 0.05})
-    exact = make_layer("nsa", {"separate_kv": separate_kv, "topk": 6}, [1500, 0, 1, 547], model=model)
+    exact = make_layer("nsa", {"topk": 6}, [1500, 0, 1, 547], model=model)
     with torch.no_grad():  # as large as trained weights make them
         for name, parameter in exact.parameters.named_parameters():
             if parameter.dim() == 2 and name.endswith("weight"):

@@ -14,7 +14,7 @@ from tests.resolved import check, plan_of, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks, train_traced
 
-OPTIONS = {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6, "hidden": 5}
+OPTIONS = {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6}
 
 
 def nsa_run(folder: Path, corpora: Path) -> Run:
@@ -35,7 +35,7 @@ def test_a_run_resumes_bitwise_and_is_not_exported(tmp_path: Path, corpora: Path
     assert whole.losses()[-1] < whole.losses()[6] - 0.1
     assert_same_tensors(resumed.newest_checkpoint, whole.newest_checkpoint)
     result = run_app(app, "convert", "moba-to-hf", whole.run_dir, tmp_path / "out", code=2)
-    assert "kind 'nsa' has 2922 parameters in a layer" in result.output
+    assert "kind 'nsa' has 3168 parameters in a layer" in result.output
 
 
 def test_a_compiled_layer_shares_its_sequences(tmp_path: Path, corpora: Path, ranks: Ranks) -> None:
@@ -55,7 +55,7 @@ def test_a_compiled_layer_shares_its_sequences(tmp_path: Path, corpora: Path, ra
 def test_the_plan_counts_its_parameters_exactly(tmp_path: Path, corpora: Path) -> None:
     config = load_config(nsa_run(tmp_path, corpora).write_recipe())
     hidden_size, heads, kv_heads, width = 32, 4, 2, 8
-    compression = 4 * width + (4 * width * 5 + 5) + (5 * width + width)
+    compression = 4 * width + (4 * width + 1) * width + (width + 1) * width
     want = 2 * compression + hidden_size * 3 * heads + 4 * hidden_size * kv_heads * width
     plan = plan_of(config, 1)
     assert plan.parameters.attention_kinds == want

@@ -126,13 +126,12 @@ def counted(of_chunk: ChunkLoss, *prepared: Tensor) -> Logits:
     return logits
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_logits_of_a_distilled_chunk_take_what_is_counted(temperature: float) -> None:
+def test_logits_of_a_distilled_chunk_take_what_is_counted() -> None:
     """The count of the cross entropy's operations is near its measured rate."""
     from moba_train.tools.plan.rates import shipped_rates
 
     assert counted(chunk_loss).traffic == pytest.approx(shipped_rates(H200).eager_loss_bytes, rel=0.15)
-    options = DistillOptions(temperature=temperature)
+    options = DistillOptions()
     costs = Distillation.costs(options, [])
     found = counted(Distillation(options).of_chunk, torch.randn(ROWS, 8).bfloat16())
     assert found.peak == costs.logit_peak

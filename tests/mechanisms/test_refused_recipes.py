@@ -22,10 +22,6 @@ from tests.small_recipe import Load
             "stages[1].parallel.cp_transport: given 'dispatch' in stage 'long', which sends queries to the owners of "
             "the blocks that they select; kind 'full' (layers 2-3) cannot be divided so",
         ),
-        (
-            ["parallel={cp: 2, cp_slices: 2}", "stages.1.parallel.cp_transport=dispatch"],
-            "parallel.cp_slices: given 2 in stage 'long', which cp_transport 'dispatch' does not use",
-        ),
     ],
 )
 def test_a_layout_that_dispatch_cannot_use_is_refused_with_its_key(

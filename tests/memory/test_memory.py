@@ -30,6 +30,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel import fsdp
 from moba_train.parallel.activations import Kept, LayerActivations
+from moba_train.parallel.context import policy
 from moba_train.parallel.stage_strategy import stage_costs
 from moba_train.parallel.transfers import REDUCTION_BUFFER
 from moba_train.registry import ADAMW_KERNELS
@@ -385,13 +386,14 @@ def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else() ->
     assert stage.memory.total == sum(getattr(stage.memory, part) for part in MEMORY_PARTS)
 
 
-def test_the_workspace_of_kernels_counts_in_attention_and_slices_divide_it() -> None:
+def test_the_workspace_of_kernels_counts_in_attention_and_slices_divide_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks: packed queries, packed gradients and partial gradients of queries, in bf16, of the heads of a slice."""
     heads = {"heads": 32, "kv_heads": 32, "head_dim": 128}
     narrow = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 64, "layers": 1, **heads}
     found = {}
     for slices in (1, 4):
-        parallel = {"cp": 8, "cp_transport": "allgather", "cp_slices": slices}
+        monkeypatch.setattr(policy._Choice, "fits", lambda self, strategy, fits=slices == 1: fits)
+        parallel = {"cp": 8, "cp_transport": "allgather"}
         moba = {"default": "moba", "moba": {"block_size": 512, "topk": 8}}
         recipe = config("tiny", "64K", moba, batch_tokens="64K", parallel=parallel)
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=narrow)})

@@ -26,14 +26,6 @@ from tests.small_recipe import Load
             ["parallel.cp=4096", "batch_tokens=256K"],
             "parallel.cp: given 4096 in stage 'short', whose micro-batches have 2048 tokens; allowed: at most seq_len",
         ),
-        (
-            ["parallel={cp: 2, cp_ring_depth: 3}", "stages.1.parallel.cp_transport=allgather"],
-            "parallel.cp_ring_depth: given 3 in stage 'long', which cp_transport 'allgather' does not use",
-        ),
-        (
-            ["parallel={cp: 2, cp_slices: 1}", "stages.1.parallel.cp_transport=ulysses"],
-            "parallel.cp_slices: given 1 in stage 'long', which cp_transport 'ulysses' does not use",
-        ),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_with_its_key(load: Load, overrides: list[str], problem: str) -> None:

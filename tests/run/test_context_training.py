@@ -69,7 +69,7 @@ def test_two_pairs_of_ranks_that_share_sequences_train_the_same(run: Run, ranks:
         (2, 2, {"cp_transport": "allgather", "cp_layout": "contiguous"}),
         (2, 2, {"cp_transport": "ulysses", "cp_layout": "zigzag"}),
         (4, 2, {"cp_transport": "hierarchical"}),
-        (4, 2, {"cp_transport": "ring", "cp_ring_depth": 2}),
+        (4, 2, {"cp_transport": "ring"}),
     ],
     ids=lambda value: value.get("cp_transport") if isinstance(value, dict) else None,
 )

@@ -17,13 +17,15 @@ from moba_train.checkpoint import checkpointer as checkpointer_module
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.writer import ShardWriter
+from moba_train.health import watch
 from moba_train.parallel.world import joined_world
+from moba_train.run import trainer
 from moba_train.run.trainer import Trainer
 from moba_train.train import main
 from tests.run.tiny_run import Run
 from tests.run.trainer_ranks import Ranks
 
-TIMEOUT_S = 10
+TIMEOUT_S = 15
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -43,7 +45,6 @@ def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, i
     """Send `what` to rank 1 of two that share a sequence: when, exit code, output, seconds until the end."""
     run.recipe["stages"][1]["tokens"] = "10M"
     run.recipe["parallel"] = {"cp": 2, "cp_transport": "ring", "timeout": TIMEOUT_S}
-    run.recipe["health"] = {"watch": {"least": 1.5}}
     launcher = run.start_on_gpu(2) if gpu else run.start(2)
     try:
         deadline = time.monotonic() + 90
@@ -51,6 +52,7 @@ def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, i
             assert time.monotonic() < deadline, "no training in 90 s"
             assert launcher.poll() is None, launcher.communicate()[0]
             time.sleep(0.1)
+        time.sleep(1)  # each rank has given a sign of life
         waiting, victim = ranks_of(launcher.pid)
         began, at = time.monotonic(), time.time()
         os.kill(victim, what)
@@ -123,6 +125,9 @@ def train_with_a_sleep(recipe: str, output: str) -> int:
 
     with pytest.MonkeyPatch.context() as patched, open(f"{output}.{os.environ['RANK']}", "w") as file:
         patched.setattr(Trainer, "_forward_and_backward", slow)
+        patched.setattr(watch, "LEAST_S", 1.5)
+        patched.setattr(watch, "FACTOR", 3)
+        patched.setattr(trainer, "COMPARE_EVERY", 2)
         handler = logging.StreamHandler(file)
         logging.getLogger().addHandler(handler)
         try:
@@ -136,7 +141,6 @@ def test_a_rank_that_sleeps_is_named_with_its_stack_and_the_run_goes_on(run: Run
     """Longer than the watch's limit, shorter than the collectives' timeout."""
     run.recipe["stages"] = run.recipe["stages"][:1]
     run.recipe["parallel"] = {"timeout": 60}
-    run.recipe["health"] = {"watch": {"least": 1.5, "factor": 3, "compare_every": 2}}
     output = run.folder / "log"
     ranks.work(train_with_a_sleep, [str(run.write_recipe()), str(output)], 2)
     (stall,) = run.records("stall")

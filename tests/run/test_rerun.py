@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.health import node
+from moba_train.health import node, reaction
 from moba_train.health.gpu import GpuState
 from moba_train.parallel import fsdp
 from moba_train.train import main
@@ -99,14 +99,15 @@ def test_the_rank_whose_loss_was_not_finite_is_named(
 def test_too_many_faults_of_the_machine_end_the_run_with_a_code_of_their_own(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short(run).recipe["health"]["rerun"] = {"max_transient": 1}
+    short(run)
+    monkeypatch.setattr(reaction, "MOST_TRANSIENT", 1)
     run.recipe["checkpoint"]["every"] = 3
     changed = inject(monkeypatch, {2: once(not_a_number), 4: once(not_a_number)})
     assert run.train_here() == 75
     assert [event["step"] for event in run.records("fault")] == [2, 4]
     assert [step for step, _ in changed] == [1, 2, 3]
     printed = capsys.readouterr().err
-    assert f"2 transient faults in 1000 steps, health.rerun.max_transient allows 1: step 2 ({HOST}), step 4" in printed
+    assert f"2 transient faults in 1000 steps, 1 are allowed: step 2 ({HOST}), step 4" in printed
     assert "the last checkpoint is step 3" in printed
 
 

@@ -16,14 +16,13 @@ from moba_train.checkpoint.publish import Accept
 from moba_train.checkpoint.retention import MARKS, Mark, Marks
 from moba_train.errors import CheckpointError, ReproducibleFaultError
 from moba_train.run import checkpoints as checkpoints_module
+from moba_train.run import restarts
 from moba_train.run.restarts import RESTARTS, Restarts, choose_checkpoint
 from moba_train.run.trainer import Trainer
 from moba_train.train import main
 from tests.run.faults import inject, not_a_number, steady
 from tests.run.tiny_run import Run
 from tests.run.trainer_ranks import Ranks
-
-MOST = 20
 
 
 def poison(patch: pytest.MonkeyPatch, after_step: int, into: str) -> None:
@@ -117,7 +116,7 @@ def test_a_run_that_gets_nowhere_ends_with_an_account_of_its_starts(
 ) -> None:
     """A batch that always fails: the starts go back as far as there are checkpoints, and then the run refuses."""
     steady(run, "log", 12)
-    run.recipe["health"]["max_restarts_without_progress"] = 3
+    monkeypatch.setattr(restarts, "MOST_STARTS", 3)
     inject(monkeypatch, {10: not_a_number})
     froms = []
     passed_over = []
@@ -134,7 +133,7 @@ def test_a_run_that_gets_nowhere_ends_with_an_account_of_its_starts(
     said = capsys.readouterr().err
     assert "3 starts in a row have saved no usable checkpoint newer than that of step 8" in said
     assert said.count("loss nan") == 3
-    for hint in ("health.max_restarts_without_progress: 3", RESTARTS, "inspect-spike", "or lr of a stage", MARKS):
+    for hint in (RESTARTS, "inspect-spike", "or lr of a stage", MARKS):
         assert hint in said
     monkeypatch.undo()
     os.remove(run.run_dir / RESTARTS)
@@ -144,7 +143,7 @@ def test_a_run_that_gets_nowhere_ends_with_an_account_of_its_starts(
 def test_starts_that_cannot_save_anything_do_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements in one folder that fail again and again; the next one with checkpoints is not refused for them."""
     steady(run, "log", 12)
-    run.recipe["health"]["max_restarts_without_progress"] = 1
+    monkeypatch.setattr(restarts, "MOST_STARTS", 1)
     run.recipe["checkpoint"]["every"] = None
     with monkeypatch.context() as patch:
         inject(patch, {2: not_a_number})
@@ -198,9 +197,9 @@ def test_a_checkpoint_whose_meta_names_no_step_is_refused_with_a_message(
 
 
 def begin(folder: Path, step: int, marked: list[int] | None = None) -> Restarts:
-    restarts = Restarts(folder)
-    assert restarts.begin(step, marked or [], MOST) is None
-    return restarts
+    start = Restarts(folder)
+    assert start.begin(step, marked or []) is None
+    return start
 
 
 def count(folder: Path) -> int:
@@ -249,10 +248,10 @@ def test_kills_never_put_a_checkpoint_in_doubt_and_a_damaged_file_is_a_fresh_sta
 
 
 def test_the_limit_is_reached_by_kills_alone(tmp_path: Path) -> None:
-    for _ in range(MOST - 1):
+    for _ in range(restarts.MOST_STARTS - 1):
         begin(tmp_path, 0)
     begin(tmp_path, 0).end("the last of them")
-    problem = Restarts(tmp_path).begin(0, [], MOST)
+    problem = Restarts(tmp_path).begin(0, [])
     assert problem is not None
     assert "20 starts in a row have saved no usable checkpoint at all" in problem
     assert "from the beginning: ended without a message" in problem

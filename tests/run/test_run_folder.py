@@ -20,6 +20,7 @@ from moba_train.config.load import load_config
 from moba_train.errors import ReproducibleFaultError
 from moba_train.foreign_files import ROOTS
 from moba_train.optim.gradients import local_part
+from moba_train.run import reports
 from moba_train.run.checkpoints import RunCheckpoints
 from moba_train.run.trainer import Trainer
 from moba_train.train import main
@@ -230,7 +231,8 @@ def test_failed_saves_in_a_row_are_an_alert_and_end_the_run_if_the_recipe_says_s
         trainer._report_saves()
         put_back(trainer)
 
-    run.recipe["checkpoint"] = {"every": 1, "alert_after_failures": 2}
+    run.recipe["checkpoint"] = {"every": 1}
+    monkeypatch.setattr(reports, "ALERT_AFTER_FAILURES", 2)
     with monkeypatch.context() as patch:
         before_save(patch, {3: replace_by_file, 6: put_back_once_told})
         assert train_here(run, capsys, "--stop-at-step", "6")[0] == 0

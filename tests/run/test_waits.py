@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from moba_train.optim import gradients
+from moba_train.run import trainer
 from moba_train.run.recovery import Recovery
 from moba_train.run.step import StepLosses, StepResult
 from moba_train.run.trainer import Trainer
@@ -35,7 +36,7 @@ class Reads(TorchFunctionMode):
 
 def test_nothing_waits_between_the_update_and_the_log(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """With norms of two attention kinds. Comparing ranks reads numbers, but none of the GPU's."""
-    run.recipe["health"] = {"watch": {"compare_every": 0}}
+    monkeypatch.setattr(trainer, "COMPARE_EVERY", 1000)
     seen: list[Counter[str]] = []
     reads = Reads()
     applied, log = Recovery.applied, Telemetry.log

@@ -10,6 +10,7 @@ import pytest
 
 from moba_train.evals.registry import EVALUATIONS
 from moba_train.health.dump import GATE
+from moba_train.run import trainer
 from moba_train.run.evaluations import STAGE_EXIT
 from moba_train.run.reports import BOUNDARY, STAGE
 from moba_train.run.step import throughput
@@ -148,9 +149,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         write_corpus(folder / name, 40, seed)
     run = Run(folder, folder)
     run.recipe["evaluation"] |= {"position_wise": {"bucket": 32, "sequences": 2}, "gate_probe": {"queries": 8}}
-    run.recipe["health"] = {"watch": {"compare_every": 1}}
-    assert run.train_here("--stop-at-step", "4") == 0
-    assert run.train_here() == 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trainer, "COMPARE_EVERY", 1)
+        assert run.train_here("--stop-at-step", "4") == 0
+        assert run.train_here() == 0
     return run
 
 

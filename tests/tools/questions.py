@@ -82,7 +82,7 @@ def recipe_texts(config: RunConfig) -> NeedleTexts:
     """Questions of the recipe's section `needle`."""
     options = config.evaluation.options_of("needle")
     assert isinstance(options, NeedleConfig)
-    return NeedleTexts(options, stage_setting(config), Needle.key)
+    return NeedleTexts(options, stage_setting(config), Needle.key, options.chat)
 
 
 def context(config: RunConfig, model: Transformer) -> EvaluationContext:

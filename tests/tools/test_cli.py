@@ -131,7 +131,6 @@ def test_a_users_mistake_is_a_message_and_exit_code_2(recipe: Path) -> None:
         (["plan", "recipe.yaml", "--network", "nan"], "nan"),
         (["plan", "recipe.yaml", "--network", "inf"], "inf"),
         (["plan", "recipe.yaml", "--gpu", ""], "''"),
-        (["convert", "moba-to-hf", "run", "new", "--shard-gib", "inf"], "inf"),
         (["generate", "run", "--prompt", "x", "--seed", "99999999999999999999"], "99999999999999999999"),
         (["generate", "run", "--prompt", "x", "--max-new-tokens", "1000000000000"], "1000000000000"),
         (["convert", "moba-to-hf", "run", "new", "--dtype", "float8"], "float8"),

@@ -12,7 +12,6 @@ from moba_train.config.load import dump_config, parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import ROOTS, working_roots
-from moba_train.tools.needle.options import asking
 from moba_train.tools.saved_recipe import (
     SavedPaths,
     _origin,
@@ -57,14 +56,6 @@ def test_paths_that_lead_out_are_refused_by_key(tmp_path: Path, path: str) -> No
             CheckpointError, match=rf"(data\.validation\[0\]\.path|data\.tokenizer) .*({ROOTS}=|null byte)"
         ):
             check_recipe(config)
-
-
-@pytest.mark.parametrize("section", ["needle", "needle_signal", "ruler"])
-def test_corpora_of_evaluations_are_checked_too(section: str) -> None:
-    config = recipe("valid")
-    changed = config.model_dump(exclude_unset=True) | {"evaluation": {section: {"corpus": "../secret"}}}
-    with pytest.raises(CheckpointError, match=rf"evaluation\.{section}\.corpus .*{ROOTS}="):
-        check_recipe(RunConfig.model_validate(changed))
 
 
 @pytest.mark.parametrize(
@@ -142,10 +133,7 @@ def test_the_folder_that_holds_the_users_home_is_never_searched(monkeypatch: pyt
     assert _origin(Path("/home/user/project/runs/one"), "runs/one") == Path("/home/user/project")
 
 
-def test_corpora_of_evaluations_are_found_where_the_run_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those of data.validation."""
+def test_corpora_are_found_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = tmp_path / "project"
     checkpoints = project / "runs" / "one" / "checkpoints"
     checkpoints.mkdir(parents=True)
@@ -160,16 +148,11 @@ def test_corpora_of_evaluations_are_found_where_the_run_was_started(
         name: one
         run_dir: runs/one
         model: {vocab_size: 64, hidden_size: 32, intermediate_size: 48, layers: 1, heads: 2, kv_heads: 1}
-        data: {train: [{path: corpus}]}
+        data: {train: [{path: corpus}], validation: [{path: texts}, {path: gone}]}
         batch_tokens: 64
         stages: [{name: only, seq_len: 64, tokens: 64}]
-        evaluation: {needle: {corpus: texts}, needle_signal: {corpus: gone}, ruler: {}}
         """,
         "test",
     )
-    found = asking(SavedPaths(config, checkpoints / publish.step_name(1)).located().evaluation)
-    assert {name: section.corpus for name, section in found.items()} == {
-        "needle": str(project / "texts"),
-        "needle_signal": "gone",
-        "ruler": None,
-    }
+    located = SavedPaths(config, checkpoints / publish.step_name(1)).located()
+    assert [source.path for source in located.data.validation] == [str(project / "texts"), "gone"]

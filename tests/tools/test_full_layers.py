@@ -28,7 +28,7 @@ NEEDLE_LENGTH = 192
 
 
 def asking(texts: Path, length: int = LENGTH, **keys: Any) -> RunConfig:
-    section = {"count": 1, "bucket": 64, "sequences": 2, "queries": 32} | keys
+    section = {"count": 1, "bucket": 64, "sequences": 2} | keys
     return recipe(texts, length, {"full_layers": section})
 
 
@@ -106,26 +106,6 @@ def test_layers_may_be_switched_one_way_only(texts: Path) -> None:
     assert [row["gain"] for row in data["layers"]] == [None] * 3
     assert {one["name"] for one in data["candidates"]} == {"sparse", "full", "cost", "mass_outside", "spread", "last"}
     assert any("–" in line and "±" in line for line in data["yaml"])
-
-
-def test_layers_that_look_least_far_get_a_window_where_it_is_asked_for(texts: Path) -> None:
-    config = asking(texts, windows=1)
-    model = Transformer(config.model)
-    initialize_weights(model, 0)
-    data = built(FullLayers, config).run(context(config, model)).data
-    fragment = yaml.safe_load("\n".join(data["yaml"]))["attention"]
-    ((layer, entry),) = fragment["overrides"].items()
-    assert entry == {"kind": "window", "window": 32, "sinks": 16}
-    outside = {
-        row["layer"]: sum(group["outside_window"] for group in row["groups"])
-        for row in data["layers"]
-        if row["layer"] not in data["chosen"]
-    }
-    assert layer == min(outside, key=lambda one: outside[one])
-    (windows,) = (one for one in data["candidates"] if one["name"] == "windows")
-    assert windows["trailing"] != data["losses"]["chosen"]
-    kept = {"attention": config.attention.model_dump(mode="json") | fragment}
-    check(RunConfig.model_validate(config.model_dump(mode="json") | kept))
 
 
 @pytest.mark.parametrize("stands_for", [None, {"kind": "msa", "options": {"block_size": 8}}])

@@ -80,14 +80,11 @@ def test_the_right_answers_follow_from_the_texts() -> None:
 
 
 def test_a_file_gives_its_prompts_with_template_and_demonstrations(texts: Path, tmp_path: Path) -> None:
-    shown = [
-        {"question": "Who runs?", "answer": "dogs {question}"},
-        {"question": "Who reads?", "answer": "nobody here"},
-    ]
+    shown = [{"question": "Who runs?", "answer": "dogs {question}"}]
     path = write(
         tmp_path, {"metric": "f1", "demonstrations": shown, "max_new_tokens": 7}, SAMPLE | {"context": "A {question}."}
     )
-    made = texts_of(texts, tasks=[path], demonstrations=1)
+    made = texts_of(texts, tasks=[path])
     (prompt,) = made.questions(path, LENGTH)
     text = made.tokenizer.decode(prompt.question.prompt)
     assert text == "A {question}.\n\nQuestion: Who runs?\nAnswer: dogs {question}\n\nQuestion: Who sleeps?\nAnswer:"

@@ -23,7 +23,6 @@ from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.cli import app
 from moba_train.tools.needle import answers
 from moba_train.tools.needle.answers import Question, SelectedBlocks, answer_batch, encode_segments, predicted_answers
-from moba_train.tools.needle.haystack import noise_tokens
 from moba_train.tools.needle.needle import Needle, NeedleTexts
 from moba_train.tools.needle.options import NeedleConfig
 from moba_train.tools.text_tokenizer import load_tokenizer
@@ -40,12 +39,9 @@ def needle_texts(texts: Path, **needle: Any) -> NeedleTexts:
     return recipe_texts(recipe(texts, LENGTH, {"needle": needle}))
 
 
-@pytest.mark.parametrize("haystack", ["natural", "synthetic"])
 @pytest.mark.parametrize("depth", [0.0, 37.5, 100.0])
-def test_the_needle_is_exactly_at_its_depth_in_a_sample_of_exactly_the_length(
-    texts: Path, haystack: str, depth: float
-) -> None:
-    made = needle_texts(texts, haystack=haystack, depths=[depth], samples=2)
+def test_the_needle_is_exactly_at_its_depth_in_a_sample_of_exactly_the_length(texts: Path, depth: float) -> None:
+    made = needle_texts(texts, depths=[depth], samples=2)
     tokenizer = made.tokenizer
     for index, question in enumerate(made.questions(LENGTH)):
         assert len(question.tokens) == LENGTH
@@ -64,37 +60,34 @@ def test_the_needle_is_exactly_at_its_depth_in_a_sample_of_exactly_the_length(
         begin = question.sources[0] - needle.value.start
         assert begin == len(parts.head) + round(depth / 100 * room)
         assert question.tokens[begin : begin + len(needle.tokens)] == needle.tokens
-        without = question.tokens[:begin] + question.tokens[begin + len(needle.tokens) :]
-        hay = without[len(parts.head) : len(parts.head) + room]
-        if haystack == "synthetic":
-            assert hay == noise_tokens(tokenizer, room)
         text = tokenizer.decode(question.tokens)
         assert text.count(f"is:{value}.\n") == 1
         assert text.startswith("A special magic number is hidden within the following text.")
         assert text.endswith(f"mentioned in the provided text is{value}")
 
 
-def test_all_depths_have_the_same_text_around_the_needle_and_seeds_differ(texts: Path) -> None:
-    def haystacks(seed: int) -> list[list[int]]:
-        made = needle_texts(texts, depths=[0, 50, 100], samples=1, seed=seed)
+def test_all_depths_have_the_same_text_around_the_needle_and_samples_differ(texts: Path) -> None:
+    def haystacks() -> list[list[int]]:
+        made = needle_texts(texts, depths=[0, 50, 100], samples=2)
         found = []
-        for question in made.questions(LENGTH):
-            (needle,) = made._parts(LENGTH, 0).needles
+        for number, question in enumerate(made.questions(LENGTH)):
+            (needle,) = made._parts(LENGTH, number % 2).needles
             begin = question.sources[0] - needle.value.start
             found.append(question.tokens[:begin] + question.tokens[begin + len(needle.tokens) :])
         return found
 
-    first = haystacks(0)
-    assert first[0] == first[1] == first[2]
-    assert first == haystacks(0)
-    assert first[0] != haystacks(1)[0]
+    first = haystacks()
+    assert first[0] == first[2] == first[4]
+    assert first[1] == first[3] == first[5]
+    assert first == haystacks()
+    assert first[0] != first[1]
 
 
-def test_several_needles_are_asked_for_among_more(texts: Path) -> None:
-    made = needle_texts(texts, needles=2, keys=4, depths=[50], samples=1)
+def test_several_needles_are_asked_for(texts: Path) -> None:
+    made = needle_texts(texts, needles=2, depths=[50], samples=1)
     (question,) = made.questions(LENGTH)
     text = made.tokenizer.decode(question.tokens)
-    assert text.count("One of the special magic numbers for") == 4
+    assert text.count("One of the special magic numbers for") == 2
     first, second = (made.tokenizer.decode(question.tokens[slice(*answer)]) for answer in question.answers)
     assert text.endswith(f"mentioned in the provided text are{first},{second}")
     assert len(question.places) == len(question.sources) == sum(stop - start for start, stop in question.answers)
@@ -222,8 +215,7 @@ def test_predictions_are_the_most_likely_tokens_of_the_logits(texts: Path, alone
 @pytest.mark.parametrize(
     ("section", "keys", "problem"),
     [
-        ({"lengths": [256, 640]}, {}, r"evaluation.needle.lengths: given 640; allowed: at most 448, .* extrapolate"),
-        ({"needles": 3, "keys": 2}, {}, r"evaluation.needle.keys: given 2; allowed: at least needles 3"),
+        ({"lengths": [256, 640]}, {}, r"evaluation.needle.lengths: given 640; allowed: at most 448, the longest"),
         (
             {},
             {"data": {"train": [{"path": "a"}]}},
@@ -232,7 +224,7 @@ def test_predictions_are_the_most_likely_tokens_of_the_logits(texts: Path, alone
         (
             {},
             {"data": {"train": [{"path": "a"}], "tokenizer": "t"}},
-            r"haystack: given 'natural', but there is no text",
+            r"evaluation.needle: needs text to hide needles in; set data.validation",
         ),
         ({"generate": True}, {"parallel": {"tp": 2}}, r"evaluation.needle.generate: given true, which parallel.tp 2"),
     ],
@@ -242,7 +234,6 @@ def test_recipes_that_cannot_work_are_refused_by_key(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         check(recipe(texts, LENGTH, {"needle": section}, **keys))
-    check(recipe(texts, LENGTH, {"needle": {"lengths": [640], "extrapolate": True}}))
 
 
 def test_a_haystack_shorter_than_the_needle_or_than_its_corpus_is_refused(texts: Path) -> None:
@@ -250,7 +241,6 @@ def test_a_haystack_shorter_than_the_needle_or_than_its_corpus_is_refused(texts:
         needle_texts(texts, lengths=[100]).questions(100)
     with pytest.raises(DataError, match=r"data.validation: the corpus .* has \d+ tokens of text, fewer than the"):
         needle_texts(texts).questions(100_000)
-    needle_texts(texts, haystack="synthetic").questions(100_000)
 
 
 @pytest.mark.parametrize(
@@ -337,8 +327,9 @@ def test_an_evaluation_leaves_no_hook_or_observer_behind(texts: Path, alone: Wor
 
 def test_a_question_goes_through_the_chat_template_beside_the_tokenizer(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "tok.model").write_bytes((texts / "tok.model").read_bytes())
-    data = {"train": [{"path": str(texts / "corpus")}], "tokenizer": str(tmp_path / "tok.model")}
-    config = recipe(texts, LENGTH, {"needle": {"chat": True, "haystack": "synthetic", "samples": 1}}, data=data)
+    source = [{"path": str(texts / "corpus")}]
+    data = {"train": source, "validation": source, "tokenizer": str(tmp_path / "tok.model")}
+    config = recipe(texts, LENGTH, {"needle": {"chat": True, "samples": 1}}, data=data)
     with pytest.raises(
         DataError, match=r"^evaluation\.needle\.chat: given true, .* no chat_template\.jinja.*set false"
     ):

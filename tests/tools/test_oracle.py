@@ -16,6 +16,7 @@ from moba_train.evals.evaluation import EvaluationResult
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World, joined_world
+from moba_train.tools import oracle
 from moba_train.tools.oracle import Oracle, OracleConfig, label_of
 from moba_train.tools.report.chart import shown
 from moba_train.tools.report.evaluation_charts import oracle_charts
@@ -169,15 +170,16 @@ def test_what_cannot_be_asked_or_compared_is_refused_before_anything_is_measured
             file.write_text(json.dumps(content))
         with pytest.raises(DataError, match=rf"evaluation\.oracle\.dense: given .*{problem}"):
             built(Oracle, asking(texts, questions=["needle"], lengths=[184], dense=str(file)))
-    with pytest.raises(DataError, match=r"evaluation\.oracle\.lengths: given 192; the shortest sample of vt has"):
-        built(Oracle, asking(texts, questions=["ruler"], ruler=["vt"]))
+    with pytest.raises(DataError, match=r"evaluation\.oracle\.lengths: given 192; the shortest sample of niah_multi"):
+        built(Oracle, asking(texts, questions=["ruler"]))
 
 
-def test_ruler_is_asked_with_every_attention(texts: Path, tmp_path: Path) -> None:
+def test_ruler_is_asked_with_every_attention(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oracle, "RULER_TASKS", ["niah_single"])
     with IndexedDatasetWriter(tmp_path / "long", np.uint16) as writer:
         for start in range(2):
             writer.add_document(np.arange(start, 600 + start) % 300)
-    keys = {"questions": ["ruler"], "ruler": ["niah_single"], "haystack": "synthetic", "sequences": 2}
+    keys = {"questions": ["ruler"], "sequences": 2}
     section = {"budgets": BUDGETS[:1], "bucket": 128, "samples": 1, "lengths": [512], **keys}
     config = recipe(texts, 512, {"oracle": section})
     long = config.data.validation[0].model_copy(update={"path": str(tmp_path / "long")})
@@ -205,7 +207,6 @@ def test_every_budget_and_error_is_drawn(result: EvaluationResult) -> None:
     [
         ({"bucket": 100}, "evaluation.oracle.bucket: given 100, which does not divide"),
         ({"budgets": [{"topk": 2, "always": ["first", "previous"]}]}, "evaluation.oracle.budgets: given 128/2, first"),
-        ({"questions": ["ruler"], "ruler": ["none"]}, "evaluation.oracle.ruler: given 'none'"),
         ({"questions": ["needle"], "lengths": [4096]}, "evaluation.oracle.lengths: given 4096"),
     ],
 )

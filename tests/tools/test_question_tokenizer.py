@@ -49,12 +49,11 @@ def needles(config: RunConfig) -> list[Question]:
 
 
 @pytest.mark.parametrize("bos", [{}, {"bos_id": BOS}])
-@pytest.mark.parametrize("haystack", ["natural", "synthetic"])
 def test_needle_questions_begin_as_the_documents_of_the_corpus(
-    texts: Path, tmp_path: Path, haystack: str, bos: dict[str, int]
+    texts: Path, tmp_path: Path, bos: dict[str, int]
 ) -> None:
     folder = with_sidecar(texts, tmp_path, **bos)
-    config = recipe(folder, LENGTH, {"needle": {"haystack": haystack, "samples": 1, "depths": [0, 100]}})
+    config = recipe(folder, LENGTH, {"needle": {"samples": 1, "depths": [0, 100]}})
     for question in needles(config):
         begin, rest = question.tokens[: len(bos)], question.tokens[len(bos) :]
         assert begin == [*bos.values()]
@@ -93,10 +92,12 @@ def test_a_corpus_of_the_tokenizer_s_other_form_may_be_asked_about(texts: Path, 
     tokenizer = QuestionTokenizer(str(folder / "tok.model"), VOCAB, {}, chat=False)
     (folder / "tokenizer.json").write_text("{}")
     tokenizer.path = str(folder / "tokenizer.json")
-    with pytest.raises(DataError, match=r"needle.corpus: the corpus .* was made with another tokenizer than data\.tok"):
-        NaturalText(str(folder / "corpus"), tokenizer, "needle.corpus")
+    with pytest.raises(
+        DataError, match=r"data.validation: the corpus .* was made with another tokenizer than data\.tok"
+    ):
+        NaturalText(str(folder / "corpus"), tokenizer)
     shutil.copy(texts / "tok.model", folder / "tokenizer.model")
-    assert len(NaturalText(str(folder / "corpus"), tokenizer, "").tokens(100, random.Random(0))) == 100
+    assert len(NaturalText(str(folder / "corpus"), tokenizer).tokens(100, random.Random(0))) == 100
 
 
 def test_a_chat_question_has_the_tokens_of_fine_tuning(texts: Path, tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_a_chat_question_has_the_tokens_of_fine_tuning(texts: Path, tmp_path: Pa
     )
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps({**tokens, "chat_template": template}))
-    section = {"haystack": "synthetic", "samples": 1, "depths": [0], "chat": True}
+    section = {"samples": 1, "depths": [0], "chat": True}
     (question,) = needles(recipe(folder, LENGTH, {"needle": section}))
     tokenizer = load_tokenizer(folder / "tok.model")
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
@@ -146,13 +147,13 @@ def test_a_chat_question_is_asked_by_the_template_of_the_runs_conversations(
     (folder / "chat_template.jinja").write_text("{{ raise_exception('imported') }}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     definition = {"source": "Q: {{ messages[0].content }} A:", "end_of_turn": "\n", "variables": {}}
-    section = {"haystack": "synthetic", "samples": 1, "depths": [0], "chat": True}
+    section = {"samples": 1, "depths": [0], "chat": True}
     config = recipe(folder, LENGTH, {"needle": section})
     with pytest.raises(DataError, match="imported"):
         needles(config)
     with_sidecar(texts, tmp_path, chat_template=definition)
     if named == "train":
-        config.data.validation.clear()
+        config.data.validation[0] = config.data.validation[0].model_copy(update={"path": str(texts / "corpus")})
     (question,) = needles(config)
     text = load_tokenizer(folder / "tok.model").decode(question.tokens)
     assert text.startswith("Q: ")

@@ -30,7 +30,7 @@ LENGTH = 403
 """Odd, so that samples are padded for the ranks."""
 LAYOUTS: dict[str, tuple[MeshSizes, dict[str, Any]]] = {
     "dp": (MeshSizes(dp_shard=2), {}),
-    "cp, allgather": (MeshSizes(cp=2), {"cp": 2, "cp_transport": "allgather", "cp_layout": "zigzag", "cp_slices": 2}),
+    "cp, allgather": (MeshSizes(cp=2), {"cp": 2, "cp_transport": "allgather", "cp_layout": "zigzag"}),
     "cp, ring": (MeshSizes(cp=2), {"cp": 2, "cp_transport": "ring", "cp_layout": "zigzag"}),
     "cp, ulysses": (MeshSizes(cp=2), {"cp": 2, "cp_transport": "ulysses"}),
     "tp": (MeshSizes(tp=2), {"tp": 2}),

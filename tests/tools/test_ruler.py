@@ -270,7 +270,7 @@ def test_generated_answers_are_scored_as_ruler_does(texts: Path, alone: World) -
         (
             {},
             {"data": {"train": [{"path": "a"}], "tokenizer": "t"}},
-            r"tasks: niah_multikey, .* but there is none; set data.validation or evaluation.ruler.corpus",
+            r"tasks: niah_multikey, .* but there is none; set data.validation, or leave",
         ),
         (
             {"tasks": ["vt"]},

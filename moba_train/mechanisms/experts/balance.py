@@ -87,10 +87,7 @@ class Balance(Handled):
         _, rows_n, weights_n = self.loss_tokens
         counted_T = torch.zeros(rows, dtype=torch.int64, device=rows_n.device)
         own = counted_T.chunk(self._tp)[self._tp_rank]
-        if self.options.router.counted == "all":
-            own.fill_(1)
-        else:
-            own[rows_n] = (weights_n != 0).long()  # one row without loss stands for none
+        own[rows_n] = (weights_n != 0).long()  # one row without loss stands for none
         return counted_T
 
     def forget(self) -> None:

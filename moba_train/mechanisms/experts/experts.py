@@ -117,7 +117,7 @@ class MixtureOfExperts(RegisteredFeedForward):
     @classmethod
     def function(cls, options: MoeOptions) -> dict[str, Any]:
         """The options by path, without `layers` and those of the balance."""
-        training = {"balance", "aux_loss", "aux_loss_over", "bias_update", "z_loss", "counted"}
+        training = {"balance", "aux_loss", "aux_loss_over", "bias_update", "z_loss"}
         router = options.router.model_dump(exclude=training)
         found = options.model_dump(exclude={"layers", "router"})
         return found | {f"router.{key}": value for key, value in router.items()}

@@ -15,7 +15,10 @@ _STRENGTHS = {"aux_loss": ("loss", "both"), "aux_loss_over": ("loss", "both"), "
 class RouterOptions(Section):
     """The choice of each token's experts, in float32 whatever the layers compute in."""
 
-    not_here = {"dtype": "logits and scores are float32, whatever precision.compute is"}
+    not_here = {
+        "dtype": "logits and scores are float32, whatever precision.compute is",
+        "counted": "gone: tokens without loss are routed, but do not count",
+    }
 
     score: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="function of the router's logits; softmax: Qwen3, Mixtral; sigmoid: DeepSeek-V3"
@@ -41,11 +44,6 @@ class RouterOptions(Section):
     bias_update: float = Field(0.001, gt=0, le=1, description="change of each expert's bias after a step")
     z_loss: float = Field(
         0.0, ge=0, le=100, description="coefficient of the squared log-sum of the logits (Zoph et al. 2022)"
-    )
-    counted: Literal["loss_tokens", "all"] = Field(
-        "loss_tokens",
-        description="tokens whose load is balanced and reported; all: also padding and tokens without loss, which are "
-        "routed in any case",
     )
 
     @property

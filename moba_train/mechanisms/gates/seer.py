@@ -18,7 +18,7 @@ from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kind import LayerInput, MicroBatch, TokenBytes
 from moba_train.attention.layout import layout_arguments
 from moba_train.attention.shard import Shard, own_rows
-from moba_train.config.model import LARGEST_WIDTH, ModelConfig
+from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.gates import seer_operators as operators
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions, Teacher
 
@@ -26,10 +26,11 @@ from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, 
 class SeerGate(nn.Module):
     """A matrix for each query head and, for the three poolings of k together, one for each key/value head."""
 
-    def __init__(self, model: ModelConfig, width: int) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.q_weight = nn.Parameter(torch.empty(model.heads, model.head_width, width))
-        self.k_weight = nn.Parameter(torch.empty(model.kv_heads, 3 * model.head_width, width))
+        width = model.head_width
+        self.q_weight = nn.Parameter(torch.empty(model.heads, width, width))
+        self.k_weight = nn.Parameter(torch.empty(model.kv_heads, 3 * width, width))
 
     def forward(self, q_NHd: Tensor, k_NKp: Tensor) -> tuple[Tensor, Tensor]:
         """Features [N, H, w] and [N, K, w]."""
@@ -44,18 +45,13 @@ class SeerKind(DistilledGate):
     class Options(GateOptions):
         """Options of `kind: seer`."""
 
+        not_here = {"gate_dim": "gone: the gate is as wide as a head"}
+
         threshold: float | None = Field(
             None,
             gt=0,
             lt=1,
             description="of the topk blocks, only those with a larger share of the gate's softmax; null: all of them",
-        )
-        gate_dim: int | None = Field(
-            None,
-            ge=2,
-            le=LARGEST_WIDTH,
-            multiple_of=2,
-            description="width of the gate's features, for each head; null: the head width",
         )
 
     options: Options
@@ -73,7 +69,7 @@ class SeerKind(DistilledGate):
 
     @classmethod
     def parameters(cls, options: Options, model: ModelConfig, layer: int) -> nn.Module:
-        return SeerGate(model, options.gate_dim or model.head_width)
+        return SeerGate(model)
 
     @classmethod
     def sampled_at_once(cls, options: GateOptions) -> int:
@@ -115,7 +111,7 @@ class SeerKind(DistilledGate):
         """Matrices and scores of blocks, and one more product of q and k if there is a map to learn."""
         options = self.options
         learns = self.facts.learns
-        width = options.gate_dim or model.head_width
+        width = model.head_width
         blocks = [-(-length // options.block_size) for length in lengths]
         matrices = (model.heads + 3 * model.kv_heads) * model.head_width * width
         scores = model.heads * width * sum(count**2 for count in blocks) / 2

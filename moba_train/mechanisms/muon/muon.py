@@ -40,9 +40,9 @@ class MuonConfig(Section):
     """Muon, for the weights of the blocks' linear layers; all other parameters are trained by AdamW with `betas` and
     `eps`. See docs/how-to/precision-and-optimizers.md."""
 
+    not_here = {"nesterov": "gone: always true", "steps": "gone: always 5"}
+
     momentum: float = Field(0.95, ge=0, lt=1, description="decay of the running mean of gradients")
-    nesterov: bool = Field(True, description="mix the present gradient into that mean once more")
-    steps: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations that orthogonalize it")
     scale: MuonScale = Field(
         "match_rms_adamw",
         description="factor of the update; match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that `lr` and "
@@ -56,6 +56,8 @@ class MuonConfig(Section):
     )
 
 
+STEPS = 5
+"""Newton-Schulz iterations that orthogonalize a matrix."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of the polynomial a s + b s^3 + c s^5 (Jordan et al. 2024, Muon). It takes singular values from (0, 1]
 near 1 in few steps, but does not converge: five steps leave those above 0.006 between 0.68 and 1.14."""
@@ -63,12 +65,12 @@ _EPS = 1e-7
 """Least norm that a matrix is divided by: a matrix of zeros stays one."""
 
 
-def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """U f(S) V^T for `matrix` = U S V^T, [rows, columns], with f near 1; computed in the dtype of `matrix`. Of a stack
     [n, rows, columns], that of each matrix.
 
-    f is `steps` times the polynomial of `COEFFICIENTS`, after S was divided by its norm. The products take
-    steps * (4 short^2 long + 2 short^3) FLOPs, where short and long are the two sizes.
+    f is STEPS times the polynomial of `COEFFICIENTS`, after S was divided by its norm. The products take
+    STEPS * (4 short^2 long + 2 short^3) FLOPs, where short and long are the two sizes.
     """
     a, b, c = COEFFICIENTS
     # The Gram matrix is made of the shorter side, which costs least.
@@ -79,7 +81,7 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
     x = (x / norm.clamp(min=_EPS)).to(matrix.dtype)
     addmm = torch.baddbmm if x.dim() == 3 else torch.addmm
-    for _ in range(steps):
+    for _ in range(STEPS):
         gram = x @ x.mT
         x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
@@ -137,7 +139,7 @@ class Muon(Optimizer):
         (update,) = self._updates([stack])
         shard = local_part(stack)
         if shard.numel():
-            result = orthogonalize(update.to(_compute_dtype(update)), self._options.steps).to(shard.dtype)
+            result = orthogonalize(update.to(_compute_dtype(update))).to(shard.dtype)
             shard.mul_(1 - lr * decay)
             shard.add_(result, alpha=-lr * update_scale(stack.shape[1:], self._options.scale))
 
@@ -151,7 +153,7 @@ class Muon(Optimizer):
             next_gather = self._gather(exchange, matrices, following) if following else None
             assert gather is not None
             whole = gather()
-            result = None if whole is None else orthogonalize(whole, self._options.steps)
+            result = None if whole is None else orthogonalize(whole)
             shard = local_part(matrices[round_[0]])
             scattered = exchange.scatter(round_, result, shard.new_empty(0, dtype=_compute_dtype(shard)))
             if finish is not None:
@@ -169,7 +171,7 @@ class Muon(Optimizer):
         return exchange.gather(round_, [update.to(_compute_dtype(update)) for update in updates])
 
     def _updates(self, matrices: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Take the gradients into their momentum; this rank's parts of what is to be orthogonalized."""
+        """Take the gradients into their momentum; this rank's parts of what is to be orthogonalized, Nesterov's."""
         momentum = self._options.momentum
         gradients = []
         means = []
@@ -182,7 +184,7 @@ class Muon(Optimizer):
             means.append(local_part(state["momentum_buffer"]))
         # A running mean: the scale of the momentum vanishes in the orthogonalization.
         foreach_lerp_(means, gradients, 1 - momentum)
-        return list(foreach_lerp(gradients, means, momentum)) if self._options.nesterov else means
+        return list(foreach_lerp(gradients, means, momentum))
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:

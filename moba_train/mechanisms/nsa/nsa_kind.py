@@ -26,21 +26,21 @@ from moba_train.attention.observer import statistics_observer
 from moba_train.attention.shard import Shard, attends_to_all, own_rows, padded
 from moba_train.attention.statistics import SOFTMAX, Statistics
 from moba_train.config.base import Length
-from moba_train.config.model import LARGEST_WIDTH, ModelConfig
+from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.nsa import selection as operators
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
 from moba_train.mechanisms.window import WindowAttention
 
 
 class Compression(nn.Module):
-    """One vector from the L vectors of a block: a position embedding is added to each, then an MLP takes all of them.
-    Key/value heads share it."""
+    """One vector from the L vectors of a block: a position embedding is added to each, then an MLP, as wide inside as a
+    head, takes all of them. Key/value heads share it."""
 
-    def __init__(self, block: int, width: int, hidden: int) -> None:
+    def __init__(self, block: int, width: int) -> None:
         super().__init__()
         self.positions = nn.Parameter(torch.empty(block, width))
-        self.up = nn.Linear(block * width, hidden)
-        self.down = nn.Linear(hidden, width)
+        self.up = nn.Linear(block * width, width)
+        self.down = nn.Linear(width, width)
 
     def forward(self, x_TKd: Tensor, first_N: Tensor) -> Tensor:
         """[N, K, d] from the vectors of all tokens and each block's first token; the backward pass gathers the blocks
@@ -78,13 +78,13 @@ class KeysAndValues(nn.Module):
 class NsaParameters(nn.Module):
     """All parameters of one layer."""
 
-    def __init__(self, model: ModelConfig, compressed_block: int, hidden: int, separate_kv: bool) -> None:
+    def __init__(self, model: ModelConfig, compressed_block: int) -> None:
         super().__init__()
         self.gates = nn.Linear(model.hidden_size, 3 * model.heads, bias=False)
-        self.compress_k = Compression(compressed_block, model.head_width, hidden)
-        self.compress_v = Compression(compressed_block, model.head_width, hidden)
-        self.compressed = KeysAndValues(model) if separate_kv else None
-        self.window = KeysAndValues(model) if separate_kv else None
+        self.compress_k = Compression(compressed_block, model.head_width)
+        self.compress_v = Compression(compressed_block, model.head_width)
+        self.compressed = KeysAndValues(model)
+        self.window = KeysAndValues(model)
 
 
 BRANCHES = ("compressed", "selected", "window")
@@ -94,14 +94,13 @@ BRANCHES = ("compressed", "selected", "window")
 class NsaOptions(BlockOptions):
     """Options of `kind: nsa`; the defaults are the paper's."""
 
+    not_here = {
+        "hidden": "gone: the MLPs that compress are as wide as a head",
+        "separate_kv": "gone: the branches have projections of their own, as in the paper",
+    }
+
     compressed_block: Length = Field(32, description="tokens of a compressed block")
     stride: Length = Field(16, description="tokens from one compressed block to the next; divides compressed_block")
-    hidden: int | None = Field(
-        None,
-        ge=1,
-        le=LARGEST_WIDTH,
-        description="hidden width of the MLPs that compress keys and values; null: the head width",
-    )
     block_size: Length = Field(
         64, description="tokens of a selected block; a multiple of stride, at least compressed_block"
     )
@@ -109,11 +108,6 @@ class NsaOptions(BlockOptions):
     first: int = Field(1, ge=0, description="blocks at a document's start that are always selected")
     local: int = Field(2, ge=1, description="blocks that are always selected before and with the query's own")
     window: Length = Field(512, description="tokens of the sliding window, the query's own included")
-    separate_kv: bool = Field(
-        True,
-        description="the compressed branch and the window have key and value separate projections, as in the "
-        "paper; false: all branches share the layer's",
-    )
 
 
 class SequenceKeysAndValues(NamedTuple):
@@ -154,8 +148,8 @@ class NsaKind(AttentionKind):
 
     @classmethod
     def parameters(cls, options: NsaOptions, model: ModelConfig, layer: int) -> nn.Module:
-        """Gates, compression and, with `separate_kv`, projections."""
-        return NsaParameters(model, options.compressed_block, _hidden(options, model), options.separate_kv)
+        """Gates, compression and projections."""
+        return NsaParameters(model, options.compressed_block)
 
     @classmethod
     def full_attention(cls, options: NsaOptions, keep_windows: bool = False) -> None:
@@ -204,8 +198,6 @@ class NsaKind(AttentionKind):
             return shard.gather(name, own_rows(x_LKd, shard))
 
         selected = SequenceKeysAndValues(gather("k", layer.rotate(layer.k_TKd)), gather("v", layer.v_TKd))
-        if parameters.compressed is None or parameters.window is None:
-            return SequenceKeysAndValues(gather("k before rotation", layer.k_TKd), selected.v), selected, selected
         k_LKd, v_LKd = parameters.compressed(layer.x_TD)
         compressed = SequenceKeysAndValues(gather("compressed k", k_LKd), gather("compressed v", v_LKd))
         k_LKd, v_LKd = parameters.window(layer.x_TD)
@@ -229,8 +221,8 @@ class NsaKind(AttentionKind):
         width = model.head_width
         products = 12.0 * self.pairs(model, lengths) + 2.0 * self._compressed_pairs(lengths)
         compressed = 2 * model.kv_heads * sum(self.blocks.count(length) for length in lengths)
-        mlp = (options.compressed_block + 1) * width * _hidden(options, model)
-        projections = 3 * model.heads + options.separate_kv * 4 * model.kv_heads * width
+        mlp = (options.compressed_block + 1) * width * width
+        projections = 3 * model.heads + 4 * model.kv_heads * width
         matrices = mlp * compressed + model.hidden_size * projections * sum(lengths)
         return model.heads * width * products + 6.0 * matrices
 
@@ -238,15 +230,15 @@ class NsaKind(AttentionKind):
         """Saved are the outputs of three branches, two more LSEs, gates, selected blocks and their inverse lists, keys
         and values of the branches, compressed keys and values, the rotation of the former and their first tokens;
         16-bit elements, 64-bit tokens. Activations are the compressed keys and values of other ranks' shares. Keys and
-        values of the three branches are gathered, or shared ones and the keys before they are rotated."""
+        values of the three branches are gathered."""
         options = self.options
         kv = model.kv_heads * model.head_width
         branches = 3 * 2 * model.heads * model.head_width + 2 * 4 * model.heads + 3 * 2 * model.heads
         selected = 2 * 4 * model.heads * min(options.history_blocks, batch.seq_len // options.block_size + 1)
-        own = (4 + 2 * bool(model.qk_norm)) * 2 * kv if options.separate_kv else 2 * kv
+        own = (4 + 2 * bool(model.qk_norm)) * 2 * kv
         compressed = (2 * 2 * kv + 4 * model.head_width + 8) // options.stride
         shares = 2 * batch.width * (batch.cp - 1) * kv // options.stride
-        gathered = (6 if options.separate_kv else 3) * batch.width * kv
+        gathered = 6 * batch.width * kv
         return TokenBytes(
             branches + selected + own + compressed, shares, gathered, super().token_bytes(model, batch).workspace
         )
@@ -279,10 +271,6 @@ def window_pairs(length: int, window: int) -> float:
     """Pairs of a query and a key in its window in one document of `length` tokens; its own key counts half."""
     growing = min(length, window)
     return growing**2 / 2 + (length - growing) * (window - 0.5)
-
-
-def _hidden(options: NsaOptions, model: ModelConfig) -> int:
-    return model.head_width if options.hidden is None else options.hidden
 
 
 def _contradictions(options: NsaOptions, where: str) -> Iterator[str]:

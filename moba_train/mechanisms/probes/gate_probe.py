@@ -37,9 +37,10 @@ class GateProbeConfig(Section):
     """Blocks that the gates of sparse layers select, compared with full attention on a sample of queries. See
     docs/how-to/evaluate.md."""
 
+    not_here = {"layers": "gone: every sparse layer is probed"}
+
     queries: int = Field(256, ge=1, description="sampled queries of a sequence, all heads of them")
     sequences: int = Field(1, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length")
-    layers: list[int] | None = Field(None, min_length=1, description="layers, counted from 0; null: every sparse one")
     by_head: bool = Field(
         False,
         description="also keep how far each head's selected blocks are (head_distance_share); needs parallel.tp 1",
@@ -72,13 +73,9 @@ class GateProbe(Evaluation[GateProbeConfig]):
 
     @classmethod
     def problems(cls, options: GateProbeConfig, setting: EvaluationSetting) -> Iterator[str]:
-        """No sequences to probe on, layers that the model does not have, or heads that are on several ranks."""
+        """No sequences to probe on, or heads that are on several ranks."""
         if not setting.validation:
             yield f"{cls.key}: needs sequences to probe on; set data.validation, or remove it"
-        layers = setting.model.layers
-        for layer in options.layers or []:
-            if not 0 <= layer < layers:
-                yield f"{cls.key}.layers: given {layer}, the model has layers 0 to {layers - 1}"
         if options.by_head and setting.tp > 1:
             yield f"{cls.key}.by_head: given true, which parallel.tp {setting.tp} cannot do; set it to false"
 
@@ -95,26 +92,23 @@ class GateProbe(Evaluation[GateProbeConfig]):
 
     @torch.no_grad()
     def _probe(self, context: EvaluationContext) -> tuple[dict[int, GateStatistics], list[Statistics]]:
-        """Gates of the layers to probe, and statistics of the attention of every layer; equal on every rank."""
+        """Gates of the layers, and statistics of the attention of every layer; equal on every rank."""
         shard = context.data_shard
         engine = shard.engine or LOCAL_ENGINE
         model = context.model.config
-        wanted = self._options.layers
-        layers = range(model.layers) if wanted is None else sorted(set(wanted))
-        probes = {layer: LayerProbe(shard, model.heads // shard.tp_size) for layer in layers}
-        watches = [probes.get(layer) or StatisticsObserver() for layer in range(model.layers)]
-        with observed_layers(context.model, engine, watches):
+        probes = [LayerProbe(shard, model.heads // shard.tp_size) for _ in range(model.layers)]
+        with observed_layers(context.model, engine, probes):
             for index, counts in context.passes(self._data.sequences, "gate probe"):
                 whole = collate([self._data.sample(index)])
                 tokens = self._sample(whole, index) if counts else ()
-                for probe in probes.values():
+                for probe in probes:
                     probe.tokens = tokens
                 training_loss(context.model, shard.shard_batch(whole).to(context.device))
-        vectors = sum_over_ranks([value for probe in probes.values() for value in probe.found.vector()])
+        vectors = sum_over_ranks([value for probe in probes for value in probe.found.vector()])
         width = len(GateStatistics.of_heads(model.heads // shard.tp_size).vector())
         summed = [GateStatistics.from_vector(vectors[at : at + width]) for at in range(0, len(vectors), width)]
-        gates = dict(zip(probes, summed, strict=True))
-        by_rank = gather_over_ranks([watch.statistics for watch in watches])
+        gates = dict(enumerate(summed))
+        by_rank = gather_over_ranks([probe.statistics for probe in probes])
         return gates, [joined(layer) for layer in zip(*by_rank, strict=True)]
 
     def _sample(self, whole: Batch, index: int) -> Sequence[int]:

@@ -49,8 +49,6 @@ def choose_strategy(
     ranks: int,
     node_size: int,
     memory_bytes: float | None = None,
-    ring_depth: int | None = None,
-    slices: int | None = None,
 ) -> tuple[CPStrategy, str]:
     """The strategy to use, and the reason as lines to print.
 
@@ -62,16 +60,17 @@ def choose_strategy(
         shape: the attention of one layer.
         ranks: ranks of the context-parallel group.
         node_size: consecutive ranks of the group that share a node.
-        memory_bytes: limit for the buffers of one layer; None: no limit.
-        ring_depth: see `CPStrategy`.
-        slices: see `CPStrategy`; None: one, but `SEVERAL_SLICES` across nodes and if one does not fit.
+        memory_bytes: limit for the buffers of one layer; None: no limit. A transport that was asked for and does not
+            fit takes its variant with the smallest buffers.
 
     Raises:
         ValueError: the transport that was asked for cannot do these sizes; the message names the YAML key.
     """
-    choice = _Choice(layout, shape, ranks, node_size, memory_bytes, ring_depth, slices)
+    choice = _Choice(layout, shape, ranks, node_size, memory_bytes)
     if transport != "auto":
         strategy = choice.strategy(transport)
+        if not choice.fits(strategy):
+            strategy = transport_spec(transport).with_least_memory(strategy, shape) or strategy
         return strategy, f"context parallelism: as configured, {choice.describe(strategy)}"
 
     lines: list[str] = []
@@ -104,8 +103,6 @@ class _Choice:
     ranks: int
     node_size: int
     memory_bytes: float | None
-    ring_depth: int | None
-    slices: int | None
 
     def strategy(self, transport: str) -> CPStrategy:
         """The best strategy with this transport. Raises ValueError for sizes that the transport cannot do."""
@@ -113,10 +110,10 @@ class _Choice:
         layout = self.layout
         if layout == "auto":
             layout = "zigzag" if spec.has_unequal_shards(self.shape.facts.work_grows) else "contiguous"
-        strategy = CPStrategy(self.ranks, transport, layout, self.node_size, self.ring_depth, self.slices or 1)
+        strategy = CPStrategy(self.ranks, transport, layout, self.node_size)
         check_sizes(strategy)
         spec.check_shape(strategy, self.shape)
-        if self.slices is None and spec.uses_slices:
+        if spec.uses_slices:
             crosses_nodes = self.node_size < self.ranks
             if crosses_nodes or not self.fits(strategy):
                 return replace(strategy, slices=SEVERAL_SLICES)

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
+from moba_train.config.base import SAVED
 from moba_train.config.explain import explain, given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
@@ -69,7 +70,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         for ours, key in family.same.items():  # pydantic takes 2.0 and "2" for whole numbers, and families do not
             if type(getattr(numbers, ours)) is int and type(config[key]) is not int:
                 raise CheckpointError(f"{key} is {given(config[key])}, allowed: integer")
-        model = ModelConfig.model_validate(family.values(config))
+        model = ModelConfig.model_validate(family.values(config), context=SAVED)
         if model.head_width < 1:
             raise CheckpointError(f"num_attention_heads is {model.heads}, allowed: at most hidden_size")
         for layer, entry in enumerate(family.attention(config)):
@@ -89,9 +90,8 @@ def parse_layer(entry: dict[str, Any], where: str = f"{CONFIG}: moba.layers") ->
     other entries."""
     try:
         options = KINDS[entry["kind"]].Options
-        return LayerAttention(
-            entry["kind"], options.model_validate({key: value for key, value in entry.items() if key != "kind"})
-        )
+        values = {key: value for key, value in entry.items() if key != "kind"}
+        return LayerAttention(entry["kind"], options.model_validate(values, context=SAVED))
     except ValidationError as error:
         raise CheckpointError(f"{where}: {'; '.join(explain(error, options))}") from None
     except (KeyError, TypeError) as error:

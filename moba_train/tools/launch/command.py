@@ -19,7 +19,6 @@ MAX_RESTARTS = 2**31 - 1
 
 _SEVERAL = "torchrun on several nodes"
 _USED_BY = {
-    "name": ("--slurm", "--k8s", "--sky"),
     "master": (_SEVERAL,),
     "limit": ("--slurm",),
     "stop_s": ("--slurm", "--k8s"),
@@ -54,9 +53,6 @@ def launch(
     start: Annotated[
         bool, typer.Option("--start", help="start it instead of printing how: here, by sbatch or by kubectl apply")
     ] = False,
-    name: Annotated[
-        str | None, typer.Option(help="Slurm, Kubernetes, SkyPilot: of the job; default: the recipe's `name`")
-    ] = None,
     master: Annotated[str, typer.Option(help="torchrun on several nodes: host name of the first")] = "NODE0",
     limit: Annotated[str | None, typer.Option("--time", metavar="LIMIT", help="Slurm: as sbatch takes it")] = None,
     stop_s: Annotated[
@@ -94,7 +90,7 @@ def launch(
     config = load_config(recipe, overrides or ())
     run = resolve(config, WorldSize(nodes * per_node, per_node))
     job = jobs.Job(
-        jobs.job_name(config.name if name is None else name),
+        jobs.job_name(config.name),
         recipe,
         tuple(overrides or ()),
         dump_config(config),

@@ -68,8 +68,6 @@ class LmEvalOptions:
     num_fewshot: int | None = None
     batch_size: int = 8
     """Prompts that are continued together."""
-    batch_tokens: int = 32_768
-    """Tokens of one forward pass for log-likelihoods; a longer text has a separate pass."""
     seq_len: int | None = None
     """Tokens of the longest text that the model reads, instead of the stage's length."""
     lengths: tuple[int, ...] = ()
@@ -84,7 +82,7 @@ class LmEvalOptions:
 
     def to_json(self) -> dict[str, Any]:
         """The options that bear on the numbers, as JSON values."""
-        others = ("batch_size", "batch_tokens", "include_path", "output")
+        others = ("batch_size", "include_path", "output")
         return {name: value for name, value in asdict(self).items() if name not in others}
 
 
@@ -160,7 +158,6 @@ def evaluate_with_lm_eval(
             tokenizer,
             stage.seq_len,
             batch_size=options.batch_size,
-            batch_tokens=options.batch_tokens,
             decode=options.decode,
             in_full=in_full,
             template=template,

@@ -64,7 +64,7 @@ class QuestionsByLength(Evaluation[AnyAnswers]):
         """No given length that the stage has."""
         if not stage_lengths(options, setting.stage):
             seq_len = setting.stage.seq_len
-            yield f"{cls.key}.lengths has none of at most seq_len {seq_len}; add one, or set extrapolate: true"
+            yield f"{cls.key}.lengths has none of at most seq_len {seq_len}; add one"
 
     @classmethod
     def check_samples(cls, options: AnyAnswers, setting: EvaluationSetting) -> None:

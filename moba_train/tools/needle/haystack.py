@@ -25,7 +25,7 @@ from moba_train.tools.chat.load import Template, load_chat_template, parse_defin
 from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.inference.corpus_marks import CorpusMarks, ends_of_text
 from moba_train.tools.needle.options import AnswersConfig
-from moba_train.tools.text_tokenizer import ChatTokenizer, TextTokenizer, load_text_tokenizer
+from moba_train.tools.text_tokenizer import ChatTokenizer, load_text_tokenizer
 
 _ADJECTIVES = """
 able amber ancient arctic bitter black blank blind blue bold brave brief bright broad broken bronze brown busy
@@ -146,8 +146,7 @@ def stage_lengths(options: AnswersConfig, stage: Stage) -> list[int]:
     """Lengths that `stage` is evaluated with, in tokens, ascending."""
     if options.lengths is None:
         return [length for length in (stage.seq_len // 4, stage.seq_len // 2, stage.seq_len) if length]
-    lengths = sorted(set(options.lengths))
-    return lengths if options.extrapolate else [length for length in lengths if length <= stage.seq_len]
+    return sorted({length for length in options.lengths if length <= stage.seq_len})
 
 
 def length_problems(options: AnswersConfig, setting: EvaluationSetting, key: str) -> Iterator[str]:
@@ -156,11 +155,8 @@ def length_problems(options: AnswersConfig, setting: EvaluationSetting, key: str
         yield f"{key}: needs the model's tokenizer; set data.tokenizer"
     longest = setting.longest_length
     for length in options.lengths or ():
-        if length > longest and not options.extrapolate:
-            yield (
-                f"{key}.lengths: given {length}; allowed: at most {longest}, the longest seq_len that is trained, or "
-                "any with extrapolate: true"
-            )
+        if length > longest:
+            yield f"{key}.lengths: given {length}; allowed: at most {longest}, the longest seq_len that is trained"
 
 
 class QuestionTokenizer:
@@ -221,31 +217,27 @@ _CONTEXT = "{{context}}"
 """Placeholder of the context while a chat template is rendered."""
 
 
-def open_tokenizer(options: AnswersConfig, setting: EvaluationSetting) -> QuestionTokenizer:
-    """The model's tokenizer, for questions about the corpus of `options`. Raises DataError without one, and for a
-    damaged corpus."""
-    prefix = corpus_of(options, setting)
+def open_tokenizer(setting: EvaluationSetting, chat: bool) -> QuestionTokenizer:
+    """The model's tokenizer, for questions about the text of data.validation, by its chat template or not. Raises
+    DataError without one, and for a damaged corpus."""
+    prefix = corpus_of(setting)
     info = (IndexedDataset(prefix).info if prefix is not None else None) or {}
-    return QuestionTokenizer(setting.tokenizer, setting.model.vocab_size, info, options.chat)
+    return QuestionTokenizer(setting.tokenizer, setting.model.vocab_size, info, chat)
 
 
-def corpus_of(options: AnswersConfig, setting: EvaluationSetting) -> str | None:
-    """Prefix of the corpus that natural text comes from; None if neither `options` nor the run name one."""
-    first = setting.validation[0].path if setting.validation else None
-    return options.corpus or first
+def corpus_of(setting: EvaluationSetting) -> str | None:
+    """Prefix of the corpus that text comes from, the first of data.validation; None if there is none."""
+    return setting.validation[0].path if setting.validation else None
 
 
 class NaturalText:
     """Text of a tokenised corpus: consecutive documents, from a random one on, without the tokens at their ends.
 
-    key: YAML key that names the corpus, for messages
-
     Raises DataError when the corpus is damaged, or was made with another tokenizer.
     """
 
-    def __init__(self, prefix: str, tokenizer: QuestionTokenizer, key: str) -> None:
+    def __init__(self, prefix: str, tokenizer: QuestionTokenizer) -> None:
         self.prefix = prefix
-        self._key = key
         self._tokenizer = tokenizer
         self._marks = np.array(sorted(tokenizer.marks), dtype=np.int64)
         self._corpus = IndexedDataset(prefix)
@@ -253,8 +245,8 @@ class NaturalText:
         made_with = (self._corpus.info or {}).get("tokenizer_sha256")
         if made_with is not None and made_with not in tokenizer_hashes(tokenizer.path):
             raise DataError(
-                f"{key}: the corpus {prefix} was made with another tokenizer than data.tokenizer {tokenizer.path}; "
-                "give a corpus of the same tokenizer"
+                f"data.validation: the corpus {prefix} was made with another tokenizer than data.tokenizer "
+                f"{tokenizer.path}; give a corpus of the same tokenizer"
             )
 
     def tokens(self, count: int, rng: random.Random) -> list[int]:
@@ -270,33 +262,16 @@ class NaturalText:
             found += ids[~np.isin(ids, self._marks)].tolist()
         if len(found) < count:
             raise DataError(
-                f"{self._key}: the corpus {self.prefix} has {len(found)} tokens of text, fewer than the {count} of a "
-                "haystack; give a longer corpus, or shorter lengths"
+                f"data.validation: the corpus {self.prefix} has {len(found)} tokens of text, fewer than the {count} of "
+                "a haystack; give a longer corpus, or shorter lengths"
             )
         if found and not 0 <= min(found) <= max(found) < self._tokenizer.model_vocab_size:
-            raise DataError(f"{self._key}: the corpus {self.prefix} has token ids outside model.vocab_size")
+            raise DataError(f"data.validation: the corpus {self.prefix} has token ids outside model.vocab_size")
         return found[:count]
 
     def words(self, count: int, rng: random.Random) -> list[str]:
         """The words of `count` tokens of text. Raises DataError when the corpus has fewer."""
         return re.split(r"\s+", self._tokenizer.decode(self.tokens(count, rng)).strip())
-
-
-def natural_text(
-    options: AnswersConfig, setting: EvaluationSetting, tokenizer: QuestionTokenizer, key: str
-) -> NaturalText | None:
-    """Text of the corpus of `options`, whose section is `key`; None if there is no corpus. Raises DataError as
-    `NaturalText`."""
-    prefix = corpus_of(options, setting)
-    if prefix is None:
-        return None
-    return NaturalText(prefix, tokenizer, f"{key}.corpus" if options.corpus else "data.validation")
-
-
-def noise_tokens(tokenizer: TextTokenizer, count: int) -> list[int]:
-    """`count` tokens of RULER's sentences, repeated, a line for each repetition."""
-    line = tokenizer.encode(NOISE + "\n")
-    return (line * (count // len(line) + 1))[:count]
 
 
 def _trained_template(setting: EvaluationSetting) -> TemplateDefinition | None:

@@ -21,14 +21,12 @@ from moba_train.tools.needle.answers import (
 from moba_train.tools.needle.full_answers import answer_modes, answer_problems
 from moba_train.tools.needle.haystack import (
     Conversation,
-    corpus_of,
+    NaturalText,
     draw_keys,
     draw_values,
     length_problems,
-    natural_text,
     needle_frame,
     needle_parts,
-    noise_tokens,
     open_tokenizer,
     separated,
 )
@@ -50,7 +48,7 @@ class Needle(QuestionsByLength[NeedleConfig]):
     def __init__(self, options: NeedleConfig, setting: EvaluationSetting) -> None:
         super().__init__(options, setting)
         self._trained_length = setting.trained_length
-        self._texts = NeedleTexts(options, setting, self.key)
+        self._texts = NeedleTexts(options, setting, self.key, options.chat)
         self.choose_lengths(setting, self._texts.fits, self._texts.check)
 
     @classmethod
@@ -89,16 +87,12 @@ class Needle(QuestionsByLength[NeedleConfig]):
             "lengths": self.lengths,
             "depths": options.depths,
             "samples": options.samples,
-            "seed": options.seed,
             "needles": options.needles,
-            "keys": options.keys or options.needles,
-            "haystack": options.haystack,
             "tokens": sum(len(question.tokens) for found in questions.values() for question in found),
             "maps": {name: found.to_json() for name, found in maps.items()},
         }
-        samples = f"{options.samples} samples per cell, seed {options.seed}, {options.haystack} haystack"
         table = [line for name, found in maps.items() for line in found.table(name, self.lengths, options.depths)]
-        table.append(f"{samples}; trained on {self._trained_length} tokens")
+        table.append(f"{options.samples} samples per cell; trained on {self._trained_length} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
 
     def _map(
@@ -148,31 +142,28 @@ class Needle(QuestionsByLength[NeedleConfig]):
 
 
 def text_problems(options: HiddenNeedles, setting: EvaluationSetting, key: str) -> Iterator[str]:
-    """No tokenizer, no text, lengths that no stage has, or fewer keys than needles. `key` is that of the section."""
+    """No tokenizer, no text, or lengths that no stage has. `key` is that of the section."""
     yield from length_problems(options, setting, key)
-    if options.haystack == "natural" and corpus_of(options, setting) is None:
-        yield (
-            f"{key}.haystack: given 'natural', but there is no text; set data.validation or {key}.corpus, "
-            "or haystack: synthetic"
-        )
-    if options.keys is not None and options.keys < options.needles:
-        yield f"{key}.keys: given {options.keys}; allowed: at least needles {options.needles}"
+    if not setting.validation:
+        yield f"{key}: needs text to hide needles in; set data.validation"
 
 
 class NeedleTexts:
-    """Questions of an evaluation: pure functions of length, depth, number of the sample, and seed.
+    """Questions of an evaluation: pure functions of length, depth and number of the sample.
 
-    `key` is that of the section `options`. Raises DataError without a tokenizer, for a damaged corpus, and for lengths
+    key: that of the section `options`
+    chat: True to ask by the chat template
+
+    Raises DataError without a tokenizer, for a damaged corpus, and for lengths
     that leave no room for the needles.
     """
 
-    def __init__(self, options: HiddenNeedles, setting: EvaluationSetting, key: str) -> None:
-        self.tokenizer = open_tokenizer(options, setting)
+    def __init__(self, options: HiddenNeedles, setting: EvaluationSetting, key: str, chat: bool = False) -> None:
+        self.tokenizer = open_tokenizer(setting, chat)
         self._options = options
         self._key = key
-        self._conversation = Conversation(setting, options.chat, key)
-        natural = options.haystack == "natural"
-        self._natural = natural_text(options, setting, self.tokenizer, key) if natural else None
+        self._conversation = Conversation(setting, chat, key)
+        self._natural = NaturalText(setting.validation[0].path, self.tokenizer)
 
     def fits(self, length: int) -> bool:
         """True if a sample of `length` tokens has a haystack at least as long as its needles."""
@@ -188,8 +179,7 @@ class NeedleTexts:
                 f"{self._key}.lengths: given {length}, which leaves {max(room, 0)} tokens for the haystack, fewer "
                 f"than the {needles} of what is hidden in it; allowed: at least {length - room + needles}"
             )
-        if self._natural is not None:
-            self._natural.tokens(max(room for room, _ in found), random.Random(self._options.seed))
+        self._natural.tokens(max(room for room, _ in found), random.Random(0))
 
     def questions(self, length: int) -> list[Question]:
         """Samples of `length` tokens, those of the first depth first. Raises DataError as `check` does."""
@@ -211,8 +201,8 @@ class NeedleTexts:
         """Sample `index` of `length` tokens, with the first needle at `depth` %. Other depths have the same text."""
         parts = self._parts(length, index)
         room, _ = self._room(length, index)
-        rng = random.Random(f"haystack {self._options.seed} {length} {index}")
-        hay = noise_tokens(self.tokenizer, room) if self._natural is None else self._natural.tokens(room, rng)
+        rng = random.Random(f"haystack 0 {length} {index}")
+        hay = self._natural.tokens(room, rng)
         offsets = [round(depth / 100 * room), *(rng.randint(0, room) for _ in parts.needles[1:])]
         tokens = list(parts.head)
         begin: dict[int, int] = {}
@@ -240,14 +230,13 @@ class NeedleTexts:
     def _parts(self, length: int, index: int) -> "_Parts":
         """Tokens of sample `index` that are no hay, which are equal at every depth."""
         options = self._options
-        rng = random.Random(f"needles {options.seed} {length} {index}")
-        count = options.keys or options.needles
-        keys = draw_keys(count, rng)
-        values = draw_values(count, "numbers", rng)
+        rng = random.Random(f"needles 0 {length} {index}")
+        keys = draw_keys(options.needles, rng)
+        values = draw_values(options.needles, "numbers", rng)
         needles = [self._needle(key, value) for key, value in zip(keys, values, strict=True)]
-        frame = needle_frame(keys[: options.needles], options.needles, "numbers")
+        frame = needle_frame(keys, options.needles, "numbers")
         before, after = self._conversation.around(frame.before, frame.after, f" {frame.answer}")
-        texts = separated(values[: options.needles])
+        texts = separated(values)
         tail, *answer = encode_segments(self.tokenizer, [after, *(text for text, _ in texts)])
         counted = [(part, counts) for part, (_, counts) in zip(answer, texts, strict=True)]
         return _Parts(self.tokenizer.begin(before), needles, tail, counted)

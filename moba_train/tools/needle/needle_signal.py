@@ -18,7 +18,7 @@ width, N history blocks, Z points of an integral; Y layers, G gates, F sums (`SU
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -28,6 +28,7 @@ from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.observer import AttentionCall, Observer
 from moba_train.config.base import Length, Section, format_count
+from moba_train.config.evaluation import ATTENTION
 from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.mechanisms.probes.probing import gathered, gathered_rows
 from moba_train.model.build import observed_layers
@@ -197,6 +198,7 @@ class NeedleSignalConfig(HiddenNeedles):
     each head, compared with FlashMoBA's signal-to-noise model (arXiv:2511.11571). Needs parallel.tp and pp 1. See
     docs/how-to/evaluate.md."""
 
+    attention: Literal["own", "both"] = ATTENTION
     gates: list[GateSize] = Field(
         [GateSize()],
         min_length=1,
@@ -247,7 +249,6 @@ class NeedleSignalEvaluation(QuestionsByLength[NeedleSignalConfig]):
             "lengths": self.lengths,
             "gates": [size.model_dump() for size in self._options.gates],
             "samples": self._options.samples * len(self._options.depths),
-            "seed": self._options.seed,
             "rows": {name: dict(zip(map(str, self.lengths), found, strict=True)) for name, found in rows.items()},
         }
         table = [line for name, found in rows.items() for line in self._table(name, found)]

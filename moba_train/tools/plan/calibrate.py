@@ -75,16 +75,19 @@ ON_GPU = Shapes(4096, 14336, 128256, (8192, 32768, 131072), 1 << 28, 1.0, 0.25)
 ON_CPU = Shapes(512, 512, 256, (128, 256), 1 << 16, 0.01, 0.01)
 
 
-def calibrate(minutes: float, say: Callable[[str], object]) -> Iterator[Rates]:
+MINUTES = 4.0
+"""No attention except full and moba is begun later, so long sequences of rare kinds are left out first."""
+
+
+def calibrate(say: Callable[[str], object]) -> Iterator[Rates]:
     """The rates of this machine's first GPU, or without one of its CPU in tiny shapes.
 
     Yields them first without the attention of rare kinds, and again after each layer of those that was measured: one
     whose kernels are tuned when they first run can take longer than all else.
 
-    minutes: no attention except full and moba is begun later, so long sequences of rare kinds are left out first
     say: gets a line for everything that was measured
     """
-    deadline = time.monotonic() + 60 * minutes
+    deadline = time.monotonic() + 60 * MINUTES
     yield from Calibration("cuda" if torch.cuda.is_available() else "cpu", say).rates(deadline)
 
 
@@ -305,7 +308,7 @@ class Calibration:
                 context = StageContext(model, tokens, 1, 1, False, self._device.type, layers="in the layer")
                 problem = next(iter(KINDS[kind].problems(layer.options, context)), "")
                 if time.monotonic() > deadline:
-                    problem = "no time left: --minutes"
+                    problem = "no time left"
                 try:
                     forward_s, both_s = (0.0, 0.0) if problem else self._attention_seconds(layer, model, tokens)
                 except Exception as error:  # out of memory, or a package that is not installed

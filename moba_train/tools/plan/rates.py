@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from moba_train.config.attention import LayerAttention
+from moba_train.config.base import SAVED
 from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError, PlanError
 from moba_train.foreign_files import read_foreign
@@ -173,7 +174,7 @@ def _distance(row: MeasuredLayer, layer: LayerAttention, head_dim: int, names: C
 
 def _measured(row: MeasuredLayer, layer: LayerAttention) -> LayerAttention:
     """The layer that a row of `layer`'s kind is about. Raises ValidationError for other options than the kind's."""
-    return LayerAttention(row.kind, type(layer.options).model_validate(row.options))
+    return LayerAttention(row.kind, type(layer.options).model_validate(row.options, context=SAVED))
 
 
 def _row_rate(row: MeasuredLayer, layer: LayerAttention) -> AttentionRate:

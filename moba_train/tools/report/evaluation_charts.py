@@ -187,10 +187,10 @@ def _needle_map(run: Shown, result: Result, attention: str, by_length: list[list
     data = result.data
     depths = [f"{depth:g} %" for depth in data["depths"]]
     title = run.titled(f"Needle, {attention} attention{how}")
-    several = f"{data['needles']} of {data['keys']} needles, " if data["keys"] > 1 else ""
+    several = f"{data['needles']} needles, " if data["needles"] > 1 else ""
     note = (
         f"Share of samples with every token right, after step {result.step:,}: {several}{data['samples']} samples per "
-        f"cell, seed {data['seed']}, {data['haystack']} haystack."
+        "cell."
     )
     layout = _trained_mark(data["lengths"], data["trained_length"]) | {"yaxis": {"title": "depth"}}
     key = f"needle-{run.index}-{len(how)}-{_safe(attention)}"
@@ -246,7 +246,7 @@ def lm_eval_charts(runs: Sequence[Shown]) -> list[Chart]:
 def _tasks(run: Shown, result: Result, attention: str, scoring: str, by_task: dict[str, list[float]]) -> Chart:
     data = result.data
     title = run.titled(f"{_BY_TASKS[result.name]}, {attention} attention, {scoring.replace('_', ' ')}")
-    note = f"After step {result.step:,}: {data['samples']} samples of each task and length, seed {data['seed']}."
+    note = f"After step {result.step:,}: {data['samples']} samples of each task and length."
     key = f"{result.name}-{run.index}-{_safe(attention)}-{_safe(scoring)}"
     layout = _trained_mark(data["lengths"], data["trained_length"])
     return _share_map(

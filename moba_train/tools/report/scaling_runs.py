@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
+from moba_train.config.base import SAVED
 from moba_train.config.data import SourceConfig
 from moba_train.config.explain import did_you_mean, explain
 from moba_train.config.model import ModelConfig
@@ -101,7 +102,7 @@ def _config(history: History) -> RunConfig:
     if not history.recipe:
         raise UserError(f"{history.folder}: {history.notices[-1] if history.notices else 'config.yaml is empty'}")
     try:
-        return RunConfig.model_validate(history.recipe)
+        return RunConfig.model_validate(history.recipe, context=SAVED)
     except ValidationError as error:
         problems = "; ".join(explain(error, RunConfig))
         raise UserError(f"{history.folder / 'config.yaml'}: this version cannot read it: {problems}") from None

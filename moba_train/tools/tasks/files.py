@@ -80,11 +80,11 @@ class TaskLine(Section):
             raise ValueError(f"answers: given {self.answers}; allowed with metric ndcg_10: whole numbers, best first")
         return self
 
-    def text(self, context: str, most: int | None) -> TaskText:
-        """The prompt with this context, and at most `most` demonstrations; None: all."""
+    def text(self, context: str) -> TaskText:
+        """The prompt with this context."""
         shown = "".join(
             filled(self.demonstration, context=one.context, question=one.question, answer=one.answer)
-            for one in self.demonstrations[:most]
+            for one in self.demonstrations
         )
         before, after = (
             filled(part, question=self.question, demonstrations=shown) for part in self.template.split("{context}")

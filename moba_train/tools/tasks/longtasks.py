@@ -19,6 +19,8 @@ SUFFIX = ".jsonl"
 class LongTasksConfig(TasksConfig):
     """Tasks of our own and from local files, as HELMET and LongBench have them. See docs/how-to/evaluate.md."""
 
+    not_here = {**TasksConfig.not_here, "demonstrations": "gone: a file's lines have as many as they should have"}
+
     tasks: list[str] = Field(
         [*MADE],
         min_length=1,
@@ -35,7 +37,6 @@ class LongTasksConfig(TasksConfig):
         description="part of a file's context that is left out if a sample is too long: its middle, as in "
         "LongBench, or its end, as in HELMET; question and demonstrations stay",
     )
-    demonstrations: int | None = Field(None, ge=0, description="demonstrations of a file's, at most; null: all")
 
     def named_files(self) -> list[str]:
         """Files of samples."""
@@ -97,7 +98,7 @@ class LongTaskTexts(SizedTexts):
 
     def _made_of(self, line: TaskLine, context: str) -> tuple[Prompt, int]:
         """The prompt with this context, and its tokens with room for an answer."""
-        text = line.text(context, self._long.demonstrations)
+        text = line.text(context)
         question = self.encode(text)
         answer = len(question.tokens) - question.prompt_length
         if self._options.scoring == GENERATED:

@@ -21,7 +21,6 @@ from moba_train.tools.needle.haystack import (
     SINGLE_WORDS,
     WORDS,
     ValueType,
-    corpus_of,
     draw_keys,
     draw_values,
     needle_frame,
@@ -282,8 +281,8 @@ class Ruler(TaskScores[RulerConfig]):
         """Those of all tasks, and tasks in natural text without any."""
         yield from super().problems(options, setting)
         natural = [task for task in options.tasks if task in TASKS and TASKS[task].natural]
-        if natural and corpus_of(options, setting) is None:
+        if natural and not setting.validation:
             yield (
                 f"{cls.key}.tasks: {', '.join(natural)} hide needles in natural text, but there is none; set "
-                f"data.validation or {cls.key}.corpus, or leave these tasks out"
+                "data.validation, or leave these tasks out"
             )

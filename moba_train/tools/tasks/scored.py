@@ -106,13 +106,11 @@ class TaskScores(QuestionsByLength[AnyTasks]):
             "lengths": self.lengths,
             "tasks": [*asked],
             "samples": options.samples,
-            "seed": options.seed,
             "scores": scores,
         } | ({"first_answers": first_answers} if first_answers else {})
         table = [line for name, found in scores.items() for line in self._table(name, found)]
         counts = sorted({len(prompts) for by_length in asked.values() for prompts in by_length.values()})
-        samples = f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples of each task and length, "
-        samples += f"seed {options.seed}"
+        samples = f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples of each task and length"
         table.append(f"{samples}; trained on {self._trained_length} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
 

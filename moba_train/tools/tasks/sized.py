@@ -11,17 +11,20 @@ from pydantic import Field
 
 from moba_train.attention.layout import TokenRange
 from moba_train.config.base import MOST_SAMPLES
+from moba_train.config.evaluation import ATTENTION
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.tools.needle.answers import Question, encode_segments
-from moba_train.tools.needle.haystack import Conversation, natural_text, open_tokenizer
-from moba_train.tools.needle.options import ANSWER, AnswersConfig
+from moba_train.tools.needle.haystack import Conversation, NaturalText, corpus_of, open_tokenizer
+from moba_train.tools.needle.options import ANSWER, CHAT, AnswersConfig
 from moba_train.tools.tasks.metrics import found_share
 
 
 class TasksConfig(AnswersConfig):
     """Keys of evaluations by tasks."""
 
+    attention: Literal["own", "both"] = ATTENTION
+    chat: bool = CHAT
     tasks: list[str]
     samples: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of each task and length")
     scoring: Literal["teacher_forced", "generated"]
@@ -92,8 +95,7 @@ class SizedTask(ABC):
 
 
 class SizedTexts:
-    """Samples of `tasks`, as large as their length allows: pure functions of task, length, number of the sample, and
-    seed.
+    """Samples of `tasks`, as large as their length allows: pure functions of task, length and number of the sample.
 
     key: that of the section `options`
 
@@ -103,14 +105,15 @@ class SizedTexts:
     def __init__(
         self, options: TasksConfig, setting: EvaluationSetting, key: str, tasks: Mapping[str, SizedTask]
     ) -> None:
-        self.tokenizer = open_tokenizer(options, setting)
+        self.tokenizer = open_tokenizer(setting, options.chat)
         self._options = options
         self._key = key
         self._made = tasks
         self._conversation = Conversation(setting, options.chat, key)
         self._words = functools.lru_cache(maxsize=1)(self._draw_words)
         natural = any(tasks[task].natural for task in options.tasks if task in tasks)
-        self._natural = natural_text(options, setting, self.tokenizer, key) if natural else None
+        prefix = corpus_of(setting)
+        self._natural = NaturalText(prefix, self.tokenizer) if natural and prefix is not None else None
 
     def excess(self, task: str, length: int) -> int:
         """Number of tokens of the shortest sample of a task beyond `length`, 0 or less if it fits. Raises DataError
@@ -167,12 +170,12 @@ class SizedTexts:
         return question.prompt_length + answer - length
 
     def _text(self, task: str, length: int, index: int, size: int) -> TaskText:
-        rng = random.Random(f"{task} {self._options.seed} {length} {index}")
+        rng = random.Random(f"{task} 0 {length} {index}")
         return self._made[task].text(size, length, rng, self._words(task, length, index))
 
     def _draw_words(self, task: str, length: int, index: int) -> list[str]:
         """Natural text for a sample; empty if its task has none."""
-        rng = random.Random(f"text {task} {self._options.seed} {length} {index}")
+        rng = random.Random(f"text {task} 0 {length} {index}")
         return self._natural.words(length, rng) if self._made[task].natural and self._natural else []
 
     def encode(self, text: TaskText) -> Question:

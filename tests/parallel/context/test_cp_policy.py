@@ -90,9 +90,17 @@ def test_zigzag_where_shards_would_be_unequal(transport: str, work_grows: bool, 
 
 
 def test_the_configured_transport_is_taken() -> None:
-    strategy, why = choose_strategy("ring", "zigzag", LLAMA_8B, ranks=8, node_size=8, ring_depth=3)
-    assert strategy == CPStrategy(8, "ring", "zigzag", 8, 3)
+    strategy, why = choose_strategy("ring", "zigzag", LLAMA_8B, ranks=8, node_size=8)
+    assert strategy == CPStrategy(8, "ring", "zigzag", 8)
     assert "as configured, ring" in why
+
+
+def test_a_configured_ring_that_does_not_fit_has_two_buffers() -> None:
+    enough = predict_cost(CPStrategy(8, "ring", "zigzag", 8), LLAMA_8B).memory_bytes
+    for memory, depth in ((enough, None), (enough - 1, 2)):
+        found, _ = choose_strategy("ring", "zigzag", LLAMA_8B, ranks=8, node_size=8, memory_bytes=memory)
+        assert found == CPStrategy(8, "ring", "zigzag", 8, depth)
+    assert predict_cost(found, LLAMA_8B).memory_bytes < enough
 
 
 def test_one_slice_inside_a_node_unless_it_does_not_fit() -> None:
@@ -104,7 +112,6 @@ def test_one_slice_inside_a_node_unless_it_does_not_fit() -> None:
     assert slices("allgather", memory_bytes=enough) == 1
     assert slices("allgather", memory_bytes=enough - 1) == 4
     assert slices("allgather", ranks=8) == slices("hierarchical", ranks=8) == 4  # over the network
-    assert slices("allgather", ranks=8, slices=2) == slices("allgather", memory_bytes=0, slices=2) == 2
 
 
 def test_several_slices_are_taken_before_a_ring_with_few_buffers() -> None:

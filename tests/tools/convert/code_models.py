@@ -58,7 +58,7 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
     "nsa": [
         {"kind": "nsa", **{"compressed_block": 8, "stride": 4, "block_size": 16, "topk": 4, "local": 2, "window": 20}},
         {"kind": "nsa", **{"compressed_block": 8, "stride": 8, "block_size": 8, "topk": 5, "window": 16}}
-        | {"separate_kv": False, "hidden": 5, "first": 0},
+        | {"first": 0},
         {"kind": "full"},
     ],
     "groups": [
@@ -80,7 +80,7 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
     ],
     "seer": [
         {"kind": "seer", "block_size": 16, "topk": 3},
-        {"kind": "seer", "block_size": 16, "topk": 4, "threshold": 0.15, "gate_dim": 4},
+        {"kind": "seer", "block_size": 16, "topk": 4, "threshold": 0.15},
         {"kind": "seer", "mode": "warmup", "block_size": 16},
     ],
     "states": [{"kind": "lightning"}, {"kind": "gdn"}, {"kind": "kda"}],

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from moba_train.config.health import HealthConfig
 from moba_train.errors import UserError
+from moba_train.run.restarts import MOST_STARTS
 from moba_train.run.stop import ENDED_BY_INTERRUPT
 from moba_train.tools.launch.kubernetes import HOPELESS, STOPPED
 from moba_train.tools.launch.torchrun import FAULTS
@@ -62,4 +62,4 @@ def test_what_the_page_says_about_restarts_is_so() -> None:
     for launcher, variable in (("launch/multinode.sh", "RESTARTS"), ("launch/slurm.sbatch", "REQUEUES")):
         (default,) = re.findall(rf"`{variable}` times \(default: (\d+)\)", RESTARTS[launcher])
         assert "${" + f"{variable}:-{default}" + "}" in (ROOT / launcher).read_text()
-    assert f"in {HealthConfig().max_restarts_without_progress}\nstarts" in TEXT
+    assert f"in {MOST_STARTS}\nstarts" in TEXT

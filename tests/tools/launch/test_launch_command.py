@@ -51,7 +51,7 @@ def test_torchrun_gets_a_line_for_each_node() -> None:
 
 def test_skypilot_gets_a_task_whose_nodes_know_their_places(tmp_path: Path) -> None:
     """The text of `run`, executed with SkyPilot's variables, calls the launcher as each node must."""
-    text = launch("--sky", "H100", "--nodes", "2", "--name", "Long Run", "telemetry.wandb.project=two words")
+    text = launch("--sky", "H100", "--nodes", "2", "name=Long_Run", "telemetry.wandb.project=two words")
     assert "# All nodes must see the data and" in text
     assert "# Disks go with their machines: set checkpoint.upload" in text
     with_copies = launch("--sky", "H100", "checkpoint.upload=s3://bucket/run")
@@ -75,7 +75,7 @@ def test_skypilot_gets_a_task_whose_nodes_know_their_places(tmp_path: Path) -> N
     places = {"NUM_NODES": "2", "NODE_RANK": "1", "NODE_IPS": "10.0.0.4\n10.0.0.5", "NUM_GPUS_PER_NODE": "8"}
     environment = os.environ | {f"SKYPILOT_{name}": value for name, value in places.items()}
     done = subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["2 1 10.0.0.4 8", RECIPE, "telemetry.wandb.project=two words"]
+    assert done.stdout.splitlines() == ["2 1 10.0.0.4 8", RECIPE, "name=Long_Run", "telemetry.wandb.project=two words"]
     assert "--sky: given 'H100:8'; allowed: SkyPilot's name of a GPU" in refused("--sky", "H100:8")
     assert "--slurm and --sky: given both" in refused("--sky", "H100", "--slurm")
     assert "--start: given with --sky" in refused("--sky", "H100", "--start")
@@ -107,7 +107,6 @@ def test_slurm_gets_one_line() -> None:
         (("--master", "alpha"), "--master", "torchrun on several nodes"),
         (("--time", "1:00:00"), "--time", "--slurm"),
         (("--stop-seconds", "60"), "--stop-seconds", "--slurm or --k8s"),
-        (("--name", "a"), "--name", "--slurm or --k8s"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(arguments: tuple[str, ...], option: str, way: str) -> None:
@@ -264,8 +263,7 @@ def test_a_jobset_runs_multinode_on_each_node_and_starts_again_after_failures() 
         (["--k8s", "trainjob", "--image", "x", "--claim", "a:/data/../dev/shm"], "hides /dev/shm, which the pods need"),
         (["--nodes", "2", "--start"], "--start: given with --nodes 2 for torchrun"),
         (["--nodes", "3", "--gpus-per-node", "3"], "9"),
-        (["--slurm", "--name", "???"], "name: given '???'"),
-        (["--slurm", "--name", ""], "name: given ''"),
+        (["--slurm", "name='12'"], "name: given '12'"),
         (["--nodes", "2", "--master", ""], "--master: given ''; allowed: a host name or an IP address"),
         (["--nodes", "2", "--master", "alpha GPUS=1"], "--master: given 'alpha GPUS=1'"),
         (["--nodes", "2", "--master", "--help"], "--master: given '--help'"),

@@ -95,8 +95,6 @@ class TransportSpec(ABC):
     """Name in recipes: `parallel.cp_transport`."""
     uses_slices: ClassVar[bool] = False
     """True if it gathers keys and values in slices of the heads (`CPStrategy.slices`)."""
-    uses_ring_depth: ClassVar[bool] = False
-    """True if `CPStrategy.ring_depth` is the number of its buffers."""
     has_all_ranks: ClassVar[bool] = False
     """True if its transports have `Transport.of_all_ranks`."""
     needs_nodes: ClassVar[bool] = False
@@ -142,7 +140,7 @@ class TransportSpec(ABC):
         return False
 
     def with_least_memory(self, strategy: CPStrategy, shape: AttentionShape) -> CPStrategy | None:
-        """The strategy's variant with the smallest buffers, for `auto` if nothing fits; None: not taken then."""
+        """The strategy's variant with the smallest buffers, if nothing fits; None: there is none."""
         return None
 
     def describe(self, strategy: CPStrategy) -> str:

@@ -44,7 +44,6 @@ class RingSpec(TransportSpec):
     """The transport `ring`."""
 
     name = "ring"
-    uses_ring_depth = True
     has_all_ranks = True
 
     def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
@@ -68,23 +67,14 @@ class RingSpec(TransportSpec):
         network = 0 if strategy.node_size == strategy.ranks else received  # one link enters each node
         return TransportCost(received, network, copied, buffers, upfront_share=(width - 1) / (strategy.ranks - 1))
 
-    def check_sizes(self, strategy: CPStrategy) -> None:
-        """Raises ValueError for fewer than two buffers."""
-        if strategy.ring_depth is not None and strategy.ring_depth < 2:
-            raise ValueError(
-                f"parallel.cp_ring_depth: {strategy.ring_depth} given, at least 2 needed (one to send, one to receive)"
-            )
-
     def check_attention(self, strategy: CPStrategy, heads: int, kv_heads: int, facts: AttentionFacts) -> None:
         """Raises ValueError if it attends to some of the keys after the others and the results do not merge."""
         if strategy.chunks_per_call < strategy.ranks and not facts.merges:
             *others, last = (name for name in TRANSPORTS if name != self.name)
             raise ValueError(
                 "parallel.cp_transport: 'ring' attends to the keys of some ranks after those of others when it spans "
-                "several nodes or has few buffers (parallel.cp_ring_depth), but a layer adds up the results of its "
-                "blocks, which cannot be merged over parts of a block's keys (attention.moba_v1.merge: sum or gate, "
-                "kind moba_v05); inside a node leave parallel.cp_ring_depth out, or use "
-                f"{', '.join(others)} or {last}"
+                "several nodes, but a layer adds up the results of its blocks, which cannot be merged over parts of a "
+                f"block's keys (attention.moba_v1.merge: sum or gate, kind moba_v05); use {', '.join(others)} or {last}"
             )
 
     def has_unequal_shards(self, work_grows: bool) -> bool:

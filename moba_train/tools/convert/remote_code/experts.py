@@ -22,7 +22,7 @@ KEYS = frozenset(
 ROUTER = frozenset(
     {
         *("score", "normalize", "scale", "groups", "active_groups", "balance"),
-        *("aux_loss", "aux_loss_over", "bias_update", "z_loss", "counted"),  # of training alone
+        *("aux_loss", "aux_loss_over", "bias_update", "z_loss"),  # of training alone
     }
 )
 """Keys of `router` there."""

@@ -32,11 +32,11 @@ from .cache import Kept, Texts, wide
 class Compression(nn.Module):
     """One vector from the L vectors of a block: a position embedding is added to each, then an MLP takes all."""
 
-    def __init__(self, block: int, width: int, hidden: int) -> None:
+    def __init__(self, block: int, width: int) -> None:
         super().__init__()
         self.positions = nn.Parameter(torch.zeros(block, width))
-        self.up = nn.Linear(block * width, hidden)
-        self.down = nn.Linear(hidden, width)
+        self.up = nn.Linear(block * width, width)
+        self.down = nn.Linear(width, width)
 
     def forward(self, x_BKSd: Tensor, stride: int) -> Tensor:
         """[B, K, M, d] of all complete blocks, which begin every `stride` tokens."""
@@ -71,17 +71,15 @@ class Nsa(Kind):
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__(config, options, layer)
-        sizes = options["compressed_block"], config.head_dim, options.get("hidden") or config.head_dim
+        sizes = options["compressed_block"], config.head_dim
         self.gates = nn.Linear(config.hidden_size, 3 * config.num_attention_heads, bias=False)
         self.compress_k, self.compress_v = Compression(*sizes), Compression(*sizes)
-        if options["separate_kv"]:
-            self.compressed, self.window = KeysAndValues(config), KeysAndValues(config)
+        self.compressed, self.window = KeysAndValues(config), KeysAndValues(config)
 
     def prepare(self, new: New, rotate: Rotary, store: Kept, texts: Texts) -> Tensor:
         """The keys; keeps keys and values of the other two branches for all tokens."""
-        separate = self.options["separate_kv"]
         for name in ("compressed", "window"):
-            k_BKTd, v_BKTd = self.get_submodule(name)(new.x) if separate else (new.k, new.v)
+            k_BKTd, v_BKTd = self.get_submodule(name)(new.x)
             # Compressed before they are rotated, so that the MLP does not see where a block is.
             store.append(f"{name} keys", rotate(k_BKTd) if name == "window" else k_BKTd)
             store.append(f"{name} values", v_BKTd)

@@ -202,9 +202,9 @@ class Seer(Kind):
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__(config, options, layer)
-        width = options.get("gate_dim") or config.head_dim
-        self.q_weight = nn.Parameter(torch.zeros(config.num_attention_heads, config.head_dim, width))
-        self.k_weight = nn.Parameter(torch.zeros(config.num_key_value_heads, 3 * config.head_dim, width))
+        width = config.head_dim
+        self.q_weight = nn.Parameter(torch.zeros(config.num_attention_heads, width, width))
+        self.k_weight = nn.Parameter(torch.zeros(config.num_key_value_heads, 3 * width, width))
 
     def forward(self, call: Call, to_all: bool = False) -> Tensor:
         new, tokens = call.q.shape[2], call.k.shape[2]
