@@ -90,7 +90,7 @@ def test_what_stands_under_the_names_of_files_and_of_temporary_files_is_neither_
         for path in (run_dir / name, run_dir / f".tmp-{name}"):
             path.symlink_to(victim) if trap == "link" else os.mkfifo(path)
     write_atomically(run_dir / "report.html", "page")
-    Restarts(run_dir).begin(0, [], 3)
+    Restarts(run_dir).begin(0, [])
     marks = Marks([])
     marks.add(8, "a", "reason")
     marks.write(run_dir)
