@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from moba_train.attention.full.full_kind import KindAround
 from moba_train.attention.kind import AttentionKind, LayerInput
+from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.schema import RunConfig
@@ -79,7 +80,8 @@ class DistillOptions(Section):
 
     def teacher_of(self, layer: LayerAttention) -> LayerAttention:
         """The teacher's attention in a layer with this one."""
-        return layer.full(keep_windows=self.teacher == "full_and_windows") or layer  # `problems` refuses None
+        full = layer.full(keep_windows=self.teacher == "full_and_windows")
+        return full or LayerAttention("full", KINDS["full"].Options())  # a base's; else `problems` refuses None
 
 
 class Distillation(Objective):
@@ -106,7 +108,7 @@ class Distillation(Objective):
     def problems(cls, options: DistillOptions, config: RunConfig, attention: Layers) -> list[str]:
         """Layers without a teacher, a pipeline, outputs of attention whose heads are on several ranks, and a base
         without adapters."""
-        if lacking := without_full(attention):
+        if options.teacher != "base" and (lacking := without_full(attention)):
             return [f": given, but {lacking}, from which it would learn; allowed: other kinds"]
         parallel = config.parallel
         if parallel.pp > 1:

@@ -86,17 +86,24 @@ def part_problems(
 def stage_problems(
     config: RunConfig, run: ResolvedRun, world: WorldSize | None, device: Device | None, *, allow_idle: bool
 ) -> list[str]:
-    """Problems of the stages of `run`, which is `config` resolved: context parallelism, evaluations, parameters."""
+    """Problems of the stages of `run`, which is `config` resolved: context parallelism, evaluations, parameters.
+
+    With `allow_idle` evaluations, criteria and objectives are not judged: a trained model needs none of them.
+    """
     stages = run.stages
     settings = evaluation_settings(run)
     spec = run.setup.spec
     place = world.ranks_per_node if world is not None else None, _type_here(device)
-    return [
+    problems = [
         *context_problems(config, stages, *place),
         *row_problems(stages, [evaluated_sequences(run.evaluation, setting) for setting in settings]),
-        *evaluation_problems(run.evaluation, settings),
-        *exit_problems(config, settings),
-        *_objective_problems(config, stages),
+    ]
+    if not allow_idle:
+        problems += evaluation_problems(run.evaluation, settings)
+        problems += exit_problems(config, settings)
+        problems += _objective_problems(config, stages)
+    return [
+        *problems,
         *_layer_problems(config.model, stages),
         *_trainable_problems(spec, stages, () if allow_idle else config.optim.lr_factors),
         *(() if allow_idle else exclude_problems(spec, config.precision)),

@@ -13,7 +13,7 @@ from moba_train.config.explain import did_you_mean
 from moba_train.config.schema import RunConfig, UntilConfig
 from moba_train.data.indexed import corpus_file
 from moba_train.errors import DataError
-from moba_train.evals.evaluation import Evaluation, EvaluationSetting, with_full, without_full
+from moba_train.evals.evaluation import Evaluation, EvaluationSetting, name_of, with_full, without_full
 from moba_train.evals.registry import EVALUATIONS, asked_evaluations, evaluation_of
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.resolve.run import ResolvedRun
@@ -195,7 +195,9 @@ def _metric_problems(
         if evaluation not in asked:
             missing.setdefault(evaluation, metric)
         if metric in evaluation.numbers_against_full and len(with_full(stage.attention)) == 1:
-            why = without_full(stage.attention) or f"all layers of stage {stage.name!r} have full attention"
+            why = f"all layers of stage {stage.name!r} have full attention"
+            if name_of(stage.attention) != "full":
+                why = without_full(stage.attention) or f"full attention would change no layer of stage {stage.name!r}"
             nothing = f"but {why}, so there is nothing to"
             if until.trailing_loss_recovered is not None:
                 yield (

@@ -24,7 +24,8 @@ def resolve(
     device: of the weakest rank; None where it is not known
     check_files: also look for the corpora, the tokenizer and the first weights, relative to the working directory, and
         for the packages that telemetry asks for
-    allow_idle: accept options that change nothing, as recipes of earlier versions may have them
+    allow_idle: accept options that change nothing, as recipes of earlier versions may have them, and what this version
+        refuses of evaluations, criteria and objectives: the model is trained
     training: False where a trained model is only evaluated or generates
     """
     problems = part_problems(config, world, device, allow_idle=allow_idle, training=training)

@@ -22,7 +22,7 @@ from moba_train.config.base import MOST_SAMPLES, Length
 from moba_train.config.load import Dumper
 from moba_train.data.samples import Sample
 from moba_train.errors import DataError
-from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting, Layers, full_attention
+from moba_train.evals.evaluation import EvaluationContext, EvaluationResult, EvaluationSetting, Layers
 from moba_train.evals.position_wise import (
     LongDocumentEvaluation,
     PositionWise,
@@ -125,7 +125,7 @@ class FullLayers(LongDocumentEvaluation[FullLayersConfig]):
         """`full_layers_loss`: trailing loss with the chosen layers full and all others sparse."""
         own = context.attentions[context.own]
         # All others keep what kind `full`, which attention.full_layers means, lacks: a window, a cap, parameters.
-        full = full_attention(own, keep_windows=True) or own
+        full = tuple(layer if layer.kind == "window" else layer.full() or layer for layer in own)
         open_layers = [number for number, layer in enumerate(full) if layer.kind == "full"]
         sparse = next((own[layer] for layer in open_layers if own[layer].kind != "full"), None)
         count = self._options.count

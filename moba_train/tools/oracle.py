@@ -163,14 +163,16 @@ class Oracle(LongDocumentEvaluation[OracleConfig]):
 
     def _attentions(self, context: EvaluationContext) -> dict[str, Layers]:
         """Full attention, the stage's own, and each budget with both selectors, in the layers whose own is not full; in
-        all, if all have full attention. Raises DataError if no layer can have the selectors' softmax."""
+        all that could be sparse, if the stage has full attention. Raises DataError if there is no such layer."""
         own = context.attentions[context.own]
-        full = full_attention(own) or own
+        full = tuple(layer.full() or layer for layer in own)
         may_select = {n for n, layer in enumerate(full) if layer.kind == "full"}
-        if not may_select:
+        sparse = {n for n in may_select if own[n].kind != "full"}
+        if not sparse and full_attention(own) == own:
+            sparse = may_select
+        if not sparse:
             raise DataError(f"{self.key}: given layers of {name_of(own)}; allowed: some that kind full could replace")
-        sparse = {n for n in may_select if own[n].kind != "full"} or may_select
-        parts = [part for layer in own for part in (_parts(layer) or [layer])]
+        parts = [part for n in sorted(sparse) for part in (_parts(own[n]) or [own[n]])]
         selecting = next((part for part in parts if part.kind not in ("full", "moba", "window")), None)
         sizes = None if selecting is None else selecting.options.model_dump()
         moba = next((part.options for part in parts if part.kind == "moba"), MobaAttention.Options())

@@ -353,6 +353,11 @@ def test_layers_that_have_no_full_attention_are_refused() -> None:
     problem = r"stages\[0\]\.distill: given, but layers of moba_v1 have no full attention on the same weights"
     with pytest.raises(ConfigError, match=problem):
         check(RunConfig.model_validate(config))
+    # A base has one, whatever learns from it.
+    config["stages"][0]["distill"] = {"teacher": "base"}
+    check(RunConfig.model_validate(config | {"init_from": "base", "adapters": {"lora": {}}}))
+    (_, layer, *_) = stages_of(RunConfig.model_validate(config))[0].attention
+    assert DistillOptions(teacher="base").teacher_of(layer).kind == "full"
 
 
 @pytest.mark.parametrize(

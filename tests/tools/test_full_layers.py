@@ -168,6 +168,23 @@ def test_a_layer_stays_that_kind_full_cannot_replace(texts: Path) -> None:
         built(FullLayers, alone).run(context(alone, model))
 
 
+@pytest.mark.parametrize(
+    ("other", "switched"),
+    [
+        ({"kind": "moba_v1", "merge": "gate", "block_size": 16}, [1, 2]),
+        ({"kind": "by_group", "parts": [{"groups": [1], "kind": "window", "options": {"window": 8}}]}, [0, 1, 2]),
+    ],
+)
+def test_layers_are_switched_one_by_one(texts: Path, other: dict[str, Any], switched: list[int]) -> None:
+    """Next to one that has no full attention, and where groups of heads have windows."""
+    plain = asking(texts, switch=["full"]).model_dump(mode="json")
+    config = RunConfig.model_validate(plain | {"attention": plain["attention"] | {"overrides": {0: other}}})
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    data = built(FullLayers, config).run(context(config, model)).data
+    assert [row["layer"] for row in data["layers"]] == switched
+
+
 def test_heads_are_measured_behind_the_windows_that_the_model_keeps(texts: Path) -> None:
     by_window = []
     for window in (1, LENGTH):

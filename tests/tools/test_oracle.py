@@ -140,6 +140,25 @@ def test_a_model_whose_layers_are_all_full_is_made_sparse_in_all(texts: Path) ->
     assert [layer.kind for layer in attentions["oracle 16/3"]] == ["oracle"] * 3
 
 
+def test_layers_that_kind_full_cannot_replace_stay_as_they_are(texts: Path) -> None:
+    given = asking(texts, budgets=[{"block_size": 16, "topk": 3}]).model_dump(mode="json")
+    for other in ({"kind": "nsa"}, {"kind": "moba_v1", "merge": "gate"}, {"kind": "moba", "key_conv": 3}):
+        given["attention"]["overrides"] = {0: other}
+        config = RunConfig.model_validate(given)
+        attentions = built(Oracle, config)._attentions(context(config, Transformer(config.model)))
+        kinds = {name: [layer.kind for layer in layers[1:]] for name, layers in attentions.items()}
+        assert kinds["full"] == ["full", "full"]
+        assert kinds["oracle 16/3"] == ["oracle", "full"]
+        assert kinds["gate 16/3"] == ["moba", "full"]
+        assert {layers[0].kind for layers in attentions.values()} == {other["kind"]}
+        assert attentions["gate 16/3"][1].options.key_conv == 0  # type: ignore[attr-defined]
+        alone = RunConfig.model_validate(
+            given | {"attention": {"full_layers": "last:1", "overrides": {"first:2": other}}}
+        )
+        with pytest.raises(DataError, match=r"oracle: given layers of \w+; allowed: some that kind full"):
+            built(Oracle, alone)._attentions(context(alone, Transformer(alone.model)))
+
+
 def test_the_weights_error_is_full_attentions_difference_to_other_weights(
     texts: Path, result: EvaluationResult, tmp_path: Path
 ) -> None:
