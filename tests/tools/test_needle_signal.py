@@ -207,6 +207,17 @@ def test_layers_that_give_their_blocks_are_looked_at_and_without_any_there_is_no
         assert own[:4] == full[:4]
 
 
+def test_parts_of_a_layers_heads_are_not_looked_at(texts: Path, alone: World) -> None:
+    section = {"lengths": [LENGTH], "depths": [0], "samples": 1, "gates": [{"block_size": 16, "topk": 3}]}
+    part = {"groups": [1], "kind": "msa", "options": {"block_size": 16, "topk": 3}}
+    attention = {"default": "by_group", "by_group": {"parts": [part]}}
+    config = recipe(texts, LENGTH, {"needle_signal": section}, attention=attention)
+    model = build_model(spec_of(config))
+    initialize_weights(model, 0)
+    rows = built(NeedleSignalEvaluation, config).run(context(config, model)).data["rows"]
+    assert [len(rows[name][str(LENGTH)]) for name in ("by_group", "full")] == [0, 3 * 4]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["nsa", "seer", "msa"])
 def test_layers_that_give_their_blocks_are_looked_at_on_a_gpu(kind: str, texts: Path, alone: World) -> None:

@@ -297,11 +297,13 @@ class _Look(Observer):
         self._seen = False
 
     def attended(self, call: AttentionCall, out_THD: Tensor, lse_HT: Tensor) -> None:
-        """Looks at the first call that is of the whole sequence or to blocks that the kind gives.
+        """Looks at the first call that is of the whole sequence or to blocks that the kind gives, for all heads: not
+        for a part of them (by_group).
 
         The call's queries are gathered from the ranks, and its keys, if it has this rank's alone.
         """
-        if self._seen or (call.has_all_keys and call.selected_HTC is None):
+        is_part = call.q_THD.shape[1] < self._sums_GFH.shape[-1]
+        if self._seen or is_part or (call.has_all_keys and call.selected_HTC is None):
             return
         self._seen = True
         if not call.has_all_keys:
