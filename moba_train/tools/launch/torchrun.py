@@ -152,13 +152,15 @@ def check_ranks(ranks: int, option: str = "--gpus (--nproc-per-node, GPUS)") -> 
 
 def _check(arguments: Sequence[str]) -> None:
     """Raises LaunchError for arguments that would show as a traceback of torchrun's, or once per rank."""
+    import torch
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.run import config_from_args, parse_args
 
     args = parse_args([*arguments])
     try:
         config, _, _ = config_from_args(args)
-        check_ranks(config.nproc_per_node)
+        if config.max_nodes == 1 or not torch.cuda.device_count():
+            check_ranks(config.nproc_per_node)  # else a rank refuses, which the launchers of the other nodes learn
         is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
         finds_port = is_static and args.master_port is None and config.max_nodes == 1
         if args.standalone or finds_port or args.rdzv_backend not in ("static", "c10d"):

@@ -210,6 +210,18 @@ def test_more_ranks_than_the_machine_takes_are_refused_before_any_starts(
     assert bool(started) is not bool(error)
 
 
+def test_on_several_nodes_too_many_ranks_are_left_to_the_ranks_which_tell_the_other_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launcher that did not start would keep the others waiting for 900 s."""
+    started: list[str] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.distributed.run.main", started.extend)
+    place = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "localhost", "--master-port", str(free_port())]
+    assert launch([*place, "--nproc-per-node", "8", "-m", "moba_train.train", "recipe.yaml"]) == 0
+    assert started
+
+
 def test_an_error_ends_the_whole_launch_and_its_output(run: Run) -> None:
     """Said once, though both ranks find it and restarts are allowed; torchrun adds nothing."""
     train = ["-m", "moba_train.tools.cli", "train", str(run.write_recipe())]
