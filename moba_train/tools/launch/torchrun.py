@@ -47,6 +47,7 @@ FAULTS = (BrokenNodeError.exit_code, ReproducibleFaultError.exit_code)
 """Exit codes that say why a run ended, whichever rank was the first to leave."""
 
 _TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
+_AGENT_LOGGER = "torch.distributed.elastic.agent.server.api"
 
 DEFAULT_PORT = 29500
 """torchrun's port for several nodes."""
@@ -241,7 +242,12 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
         ran = self._worker_group.state == WorkerState.HEALTHY  # else it comes from the barrier
         if ran and isinstance(sys.exception(), SignalException) and all(code == 0 for code in codes.values()):
             self._exit_barrier_timeout = TOGETHER_S
-            self._exit_barrier()
+            logger = logging.getLogger(_AGENT_LOGGER)
+            logger.disabled = True  # else a traceback where the others take longer, have failed or are gone
+            try:
+                self._exit_barrier()
+            finally:
+                logger.disabled = False
 
     PContext.start = start_afresh  # type: ignore[method-assign]  # torchrun calls these three by name
     PContext.close = close_in_order  # type: ignore[method-assign,assignment]  # all are of this class

@@ -124,6 +124,29 @@ def test_a_node_that_is_stopped_alone_keeps_no_launcher_waiting(tmp_path: Path) 
         assert "rror" not in output
 
 
+def test_a_launcher_that_no_longer_waits_for_the_others_says_nothing(tmp_path: Path) -> None:
+    """Not a traceback of torchrun's, though their ranks take longer, as rank 0 does that waits for wandb."""
+    program = "request.joined()\nprint('waiting', flush=True)\nwait()\nstop.report_stopped()"
+    command = launch_command(tmp_path, program)
+    (impatient := tmp_path / "impatient.py").write_text(
+        "import sys\nfrom moba_train.tools.launch import torchrun\n"
+        "torchrun.TOGETHER_S = 0.5\nsys.exit(torchrun.main(sys.argv[1:]))\n"
+    )
+    places = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "localhost", "--master-port", str(free_port())]
+    nodes = []
+    for number in (0, 1):
+        (folder := tmp_path / str(number)).mkdir()
+        options = [str(impatient), *places, "--node-rank", str(number), command[-1]]
+        nodes.append(ForkedProgram(options, folder / "output"))
+    for number, node in enumerate(nodes):
+        wait_for_ranks(node, tmp_path / str(number) / "output", 1)
+    for node in reversed(nodes):
+        node.send_signal(signal.SIGTERM)
+        output, _ = node.communicate(timeout=60)
+        assert node.returncode == 0, output
+        assert "rror" not in output
+
+
 @pytest.mark.parametrize("joined", ["", "request.joined();"], ids=["waits to join", "joined"])
 def test_a_rank_that_fails_asks_the_others_for_nothing_and_leaves_nothing_for_the_next_start(
     joined: str, tmp_path: Path
