@@ -14,9 +14,10 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,6 @@ FAULTS = (BrokenNodeError.exit_code, ReproducibleFaultError.exit_code)
 """Exit codes that say why a run ended, whichever rank was the first to leave."""
 
 _TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
-_AGENT_LOGGER = "torch.distributed.elastic.agent.server.api"
 
 DEFAULT_PORT = 29500
 """torchrun's port for several nodes."""
@@ -202,9 +202,11 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
     An agent whose ranks have ended waits 300 s for those of the other nodes, in a barrier that one with a signal does
     not enter. Here it does, so that no launcher waits for a node that was stopped alone.
     """
-    from torch.distributed.elastic.agent.server.api import WorkerState
+    from torch.distributed import DistError
+    from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
+    from torch.distributed.elastic.utils import store
 
     codes: dict[int, int | None] = {}
     start = PContext.start
@@ -239,15 +241,19 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
 
     def shut_down_together(self: LocalElasticAgent, *how: Any, **more: Any) -> None:
         shutdown(self, *how, **more)
-        ran = self._worker_group.state == WorkerState.HEALTHY  # else it comes from the barrier
+        group = self._worker_group
+        ran = group.state == WorkerState.HEALTHY  # else it comes from the barrier
         if ran and isinstance(sys.exception(), SignalException) and all(code == 0 for code in codes.values()):
-            self._exit_barrier_timeout = TOGETHER_S
-            logger = logging.getLogger(_AGENT_LOGGER)
-            logger.disabled = True  # else a traceback where the others take longer, have failed or are gone
-            try:
-                self._exit_barrier()
-            finally:
-                logger.disabled = False
+            group.state = WorkerState.STOPPED  # torchrun calls this again after a second signal
+            # Like torchrun's `_exit_barrier`, which no signal interrupts, and which prints a traceback where the others
+            # take longer, have failed or are gone.
+            thread = threading.Thread(target=meet, args=(self._store, group.group_world_size), daemon=True)
+            thread.start()
+            thread.join()
+
+    def meet(own: Any, size: int) -> None:
+        with suppress(DistError):
+            store.barrier(own, size, _TERMINAL_STATE_SYNC_ID, TOGETHER_S)
 
     PContext.start = start_afresh  # type: ignore[method-assign]  # torchrun calls these three by name
     PContext.close = close_in_order  # type: ignore[method-assign,assignment]  # all are of this class
