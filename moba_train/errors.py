@@ -55,6 +55,10 @@ class UserError(Exception):
     said_elsewhere: bool | None = None
     """True if another rank reports this error, so that this one need not; None: the ranks had not joined yet."""
 
+    may_pass: bool = False
+    """True if another start of the same ranks may not meet it: a file system, a store or a network that did not answer,
+    a lock that is given back later. torchrun's restarts are for these."""
+
 
 class ConfigError(UserError):
     """The recipe cannot be used. `problems` holds all problems found, not only the first."""
@@ -73,6 +77,12 @@ class DataError(UserError):
     """A corpus is missing, truncated, changed since the checkpoint, or does not fit the model's vocabulary."""
 
 
+class UnreadableDataError(DataError):
+    """A corpus could not be read, which does not mean that it is damaged."""
+
+    may_pass = True
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, incomplete, corrupted, or does not fit the model."""
 
@@ -86,6 +96,12 @@ class LaunchError(UserError):
     """The machine or the launcher does not offer what the recipe asks for."""
 
 
+class UnusableFolderError(LaunchError):
+    """The run folder cannot be used now: another run holds it, or its file system refuses."""
+
+    may_pass = True
+
+
 class BrokenNodeError(LaunchError):
     """A GPU is known to be broken before the run starts. The same command may succeed on other nodes."""
 
@@ -94,6 +110,8 @@ class BrokenNodeError(LaunchError):
 
 class CommunicationError(UserError):
     """Other ranks did not answer in time, or have ended."""
+
+    may_pass = True
 
 
 class EndedElsewhereError(UserError):
@@ -106,6 +124,7 @@ class EndedElsewhereError(UserError):
         self.exit_code = code
         text = f"has ended the run with exit code {code}"
         if rank is None:
+            self.may_pass = True  # if it may not, the other one tells the next start
             super().__init__(f"another rank {text}")
         else:
             self.said_elsewhere = None

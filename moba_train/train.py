@@ -31,7 +31,7 @@ from typing import NoReturn
 
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.mesh import WorldSize
-from moba_train.errors import CommunicationError, LaunchError, UserError, named_ranks
+from moba_train.errors import LaunchError, UserError, named_ranks
 from moba_train.health.watch import stalls_folder
 from moba_train.memory.devices import local_device, weakest
 from moba_train.parallel.failures import end_with_launcher, was_waiting
@@ -117,7 +117,7 @@ def _run(arguments: list[str] | None, stop: StopRequest) -> int:
     except UserError as error:
         stop.failed()
         print_error(error)
-        if stop.training or isinstance(error, CommunicationError):
+        if stop.training or error.may_pass:
             return error.exit_code
         return refuse_everywhere(error)  # of the set-up: of the same files, by the same recipe
     return 0

@@ -41,6 +41,8 @@ MOST_THREADS = 4
 class UnreadableError(CheckpointError):
     """A checkpoint could not be read, which does not mean that it is damaged."""
 
+    may_pass = True
+
     @classmethod
     def from_problem(cls, path: Path, problem: object) -> Self:
         """The error for a file or folder that could not be read because of `problem`."""

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moba_train.data.sidecar import Fingerprint, read_sidecar
-from moba_train.errors import DataError
+from moba_train.errors import DataError, UnreadableDataError
 
 SAMPLED_BLOCKS = 64
 SAMPLED_BYTES = 4096
@@ -67,7 +67,7 @@ class TokenFile:
             while len(found) < wanted and (more := os.pread(self._file, wanted - len(found), at + len(found))):
                 found += more
         except OSError as error:
-            raise DataError(f"cannot read {self.path} at byte {at}: {error.strerror}") from error
+            raise UnreadableDataError(f"cannot read {self.path} at byte {at}: {error.strerror}") from error
         if len(found) < wanted:
             raise self._truncated()
         return np.frombuffer(found, self.dtype)
@@ -146,7 +146,7 @@ class IndexedDataset:
             self._open_tokens()
             self.info = read_sidecar(corpus_file(prefix, "json"))
         except OSError as error:
-            raise DataError(
+            raise UnreadableDataError(
                 f"corpus {self.prefix}: cannot read {error.filename}: {error.strerror}; "
                 "a corpus prefix is the file names without .bin/.idx"
             ) from error

@@ -14,7 +14,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from moba_train.errors import LaunchError
+from moba_train.errors import LaunchError, UnusableFolderError
 from moba_train.output_files import open_to_change
 from moba_train.parallel.world import World, broadcast
 
@@ -111,7 +111,7 @@ def run_folder_lock(run_dir: Path, world: World, wait_s: float = WAIT_S) -> Iter
             # Ranks never wait longer than this one broadcast, so parallel.timeout may be shorter than `wait_s`.
             decided, problem = broadcast((lock is not None or problem is not None, problem))
             if problem is not None:
-                raise LaunchError(f"run_dir {run_dir} cannot be used: {problem}")
+                raise UnusableFolderError(f"run_dir {run_dir} cannot be used: {problem}")
             if decided:
                 break
             time.sleep(_POLL_S)

@@ -201,7 +201,8 @@ def _joined(timeout: timedelta) -> Iterator[World]:
             store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         except dist.DistError as error:
             where = ", ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
-            raise LaunchError(f"{where}: the ranks cannot meet there ({error}); give another address or port") from None
+            text = f"{where}: the ranks cannot meet there ({error}); give another address or port"
+            raise CommunicationError(text) from None
         store.set_timeout(timeout)
         # torchrun's store outlives its ranks (see the head of this file).
         store = attempt_store(store, rank, size, timeout)

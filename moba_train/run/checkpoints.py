@@ -22,7 +22,7 @@ from moba_train.checkpoint.retention import Evaluated, Numbers, Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer, reset_parameters
 from moba_train.config.stages import Stage
 from moba_train.data.tokenizer import tokenizer_hash
-from moba_train.errors import CheckpointError, LaunchError, TrainingError, UserError
+from moba_train.errors import CheckpointError, LaunchError, TrainingError, UnusableFolderError, UserError
 from moba_train.foreign_files import local_path
 from moba_train.health.node import Disk, disk_problem
 from moba_train.memory.weights import checkpoint_bytes
@@ -115,7 +115,7 @@ class RunCheckpoints:
         keep = run.checkpoint
         needed = checkpoint_bytes(run.setup.spec, run.optim.kind) if run.memory.saves else 0
         if problem := broadcast(_folders_problem(run.folders, keep.fallback_dir, needed) if world.is_main else None):
-            raise LaunchError(problem)
+            raise UnusableFolderError(problem)
         self._run = run
         self._model = model
         self._optimizer = optimizer

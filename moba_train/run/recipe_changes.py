@@ -10,7 +10,7 @@ from moba_train.config.explain import given
 from moba_train.config.load import dump_config, parse_config, parse_yaml
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.stages import Stage
-from moba_train.errors import ConfigError, ForeignFileError, LaunchError
+from moba_train.errors import ConfigError, ForeignFileError, UnusableFolderError
 from moba_train.foreign_files import JSON_BYTES, read_foreign
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.output_files import write_atomically
@@ -94,7 +94,7 @@ def write_recipe(run_dir: Path, text: str, step: int) -> str | None:
 
     A different one that is there is first copied to `config.step_00000123.yaml`, the recipe that was in use up to that
     step, or -2, -3, ... if there is such a file already: none is ever overwritten. Returns the text of that recipe.
-    Raises LaunchError when a file cannot be read or written.
+    Raises UnusableFolderError when a file cannot be read or written.
     """
     path = run_dir / "config.yaml"
     try:
@@ -104,7 +104,8 @@ def write_recipe(run_dir: Path, text: str, step: int) -> str | None:
         if before != text or not path.exists():
             write_atomically(path, text)
     except (OSError, ForeignFileError) as error:
-        raise LaunchError(f"run_dir {run_dir} cannot be used: the recipe is kept in {path.name}: {error}") from error
+        text = f"run_dir {run_dir} cannot be used: the recipe is kept in {path.name}: {error}"
+        raise UnusableFolderError(text) from error
     return before if before != text else None
 
 

@@ -45,6 +45,39 @@ def test_what_ranks_find_together_is_said_once(run: Run, spoil: Callable[[Run], 
     assert in_report == ([] if launcher == OURS else 2 * [f"traceback : {said}"])
 
 
+IMPATIENT = """
+import errno, os, sys
+from moba_train.checkpoint import files
+from moba_train.errors import leave_if_refused
+from moba_train.parallel import run_lock
+from moba_train.train import main
+
+leave_if_refused()
+
+def refuse(*_, **__):
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    {patch}
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [("files.open_foreign = refuse", "could not be read"), ("run_lock._acquired = refuse", "cannot be used")],
+)
+def test_what_may_pass_is_tried_again(run: Run, patch: str, said: str) -> None:
+    """A file system that does not answer, or the lock of a node that was lost, which NFS gives back after 90 s."""
+    assert run.train_here("--stop-at-step", "4") == 0
+    (program := run.folder / "rank.py").write_text(IMPATIENT.replace("{patch}", patch))
+    command = ["-m", OURS, "--standalone", "--nproc-per-node", "2", *RESTARTS, str(program), str(run.write_recipe())]
+    process = ForkedProgram(command, run.folder / "output")
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    assert output.count(said) == 1, output
+
+
 def on_two_nodes(run: Run, *of_node_1: str) -> list[tuple[int | None, str]]:
     """Exit code and output of the launchers of two nodes with a rank each; the second has overrides of its own."""
     port = str(free_port())

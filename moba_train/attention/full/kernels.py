@@ -26,13 +26,15 @@ class Cudnn(VarlenKernel):
 
     name: ClassVar[str] = "cuDNN"
     bottom_right: ClassVar[bool] = False
+    widths: ClassVar[tuple[int, ...]] = (64, 128)
+    """Widths of heads that it takes."""
 
     @classmethod
     def takes(cls, q: Tensor, layout: Layout) -> bool:
         documents = layout.cu_seqlens.numel() - 1
         equal = documents == 1 or (layout.is_whole and layout.total == layout.max_seqlen * documents)
         usable = q.is_cuda and q.dtype in _HALF and not torch.are_deterministic_algorithms_enabled()
-        return usable and equal and q.shape[-1] in (64, 128)
+        return usable and equal and q.shape[-1] in cls.widths
 
     @staticmethod
     def pays(layout: Layout) -> bool:

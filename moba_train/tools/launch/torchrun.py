@@ -14,9 +14,10 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -140,25 +141,30 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_ranks(ranks: int, option: str = "--gpus (--nproc-per-node, GPUS)") -> None:
-    """Raises LaunchError for more ranks than this machine has GPUs or, without any, than cores and than `CPU_RANKS`."""
+    """Raises LaunchError for no rank, and for more than this machine has GPUs or, without any, than cores and than
+    `CPU_RANKS`."""
     import torch
 
     gpus = torch.cuda.device_count()
     most = gpus or max(os.cpu_count() or 1, CPU_RANKS)
-    if ranks > most:
-        why = "the GPUs of this machine" if gpus else f"as this machine has no GPU: {CPU_RANKS}, or one for each core"
-        raise LaunchError(f"{option}: given {ranks}; allowed: at most {most}, {why}")
+    if not 1 <= ranks <= most:
+        why = "the GPUs of this machine" if gpus else f"as no GPU is visible: {CPU_RANKS}, or one for each core"
+        raise LaunchError(f"{option}: given {ranks}; allowed: 1 to {most}, {why}")
 
 
 def _check(arguments: Sequence[str]) -> None:
     """Raises LaunchError for arguments that would show as a traceback of torchrun's, or once per rank."""
+    import torch
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.run import config_from_args, parse_args
 
     args = parse_args([*arguments])
     try:
+        if args.nproc_per_node == "0":  # torchrun asserts
+            check_ranks(0)
         config, _, _ = config_from_args(args)
-        check_ranks(config.nproc_per_node)
+        if config.max_nodes == 1 or not torch.cuda.device_count():
+            check_ranks(config.nproc_per_node)  # else a rank refuses, which the launchers of the other nodes learn
         is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
         finds_port = is_static and args.master_port is None and config.max_nodes == 1
         if args.standalone or finds_port or args.rdzv_backend not in ("static", "c10d"):
@@ -199,9 +205,11 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
     An agent whose ranks have ended waits 300 s for those of the other nodes, in a barrier that one with a signal does
     not enter. Here it does, so that no launcher waits for a node that was stopped alone.
     """
-    from torch.distributed.elastic.agent.server.api import WorkerState
+    from torch.distributed import DistError
+    from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
+    from torch.distributed.elastic.utils import store
 
     codes: dict[int, int | None] = {}
     start = PContext.start
@@ -236,10 +244,19 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
 
     def shut_down_together(self: LocalElasticAgent, *how: Any, **more: Any) -> None:
         shutdown(self, *how, **more)
-        ran = self._worker_group.state == WorkerState.HEALTHY  # else it comes from the barrier
+        group = self._worker_group
+        ran = group.state == WorkerState.HEALTHY  # else it comes from the barrier
         if ran and isinstance(sys.exception(), SignalException) and all(code == 0 for code in codes.values()):
-            self._exit_barrier_timeout = TOGETHER_S
-            self._exit_barrier()
+            group.state = WorkerState.STOPPED  # torchrun calls this again after a second signal
+            # Like torchrun's `_exit_barrier`, which no signal interrupts, and which prints a traceback where the others
+            # take longer, have failed or are gone.
+            thread = threading.Thread(target=meet, args=(self._store, group.group_world_size), daemon=True)
+            thread.start()
+            thread.join()
+
+    def meet(own: Any, size: int) -> None:
+        with suppress(DistError):
+            store.barrier(own, size, _TERMINAL_STATE_SYNC_ID, TOGETHER_S)
 
     PContext.start = start_afresh  # type: ignore[method-assign]  # torchrun calls these three by name
     PContext.close = close_in_order  # type: ignore[method-assign,assignment]  # all are of this class

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from moba_train.attention.full.kernels import Cudnn
 from moba_train.attention.kernels.table import varlen_problem
 from moba_train.config.attention import LayerAttention
 from moba_train.config.mesh import MeshSizes
@@ -96,7 +97,8 @@ def attention_times(model: ModelConfig, stage: Stage, documents: Documents, mach
     for layer in dict.fromkeys((*stage.attention, *teachers)):
         timed = layer
         if machine.full_by_torch and (layer.kind, getattr(layer.options, "backend", "")) == ("full", "auto"):
-            by_torch = {"backend": "cudnn" if len({*documents.lengths}) == 1 else "flash"}
+            by_cudnn = len({*documents.lengths}) == 1 and model.head_width in Cudnn.widths
+            by_torch = {"backend": "cudnn" if by_cudnn else "flash"}
             timed = replace(layer, options=layer.options.model_copy(update=by_torch))
         rate = rates.attention_rate(timed, model.head_width, stage.seq_len)
         flops = layer_flops(model, layer, documents.lengths) / documents.tokens / rates.attention_in_step

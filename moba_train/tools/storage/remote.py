@@ -47,6 +47,8 @@ _S3 = {"connect_timeout": 20, "read_timeout": 60, "retries": {"mode": "standard"
 class StorageError(CheckpointError):
     """A store refuses, does not answer, or does not hold what it should."""
 
+    may_pass = True
+
 
 class RemoteFile(NamedTuple):
     """A file as its store lists it."""

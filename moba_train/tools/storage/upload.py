@@ -247,6 +247,8 @@ def _step(path: Path) -> int:
 class OtherRunError(StorageError):
     """The address is that of another run."""
 
+    may_pass = False
+
 
 def _claim(remote: RemoteFolder, files: dict[str, RemoteFile], run_id: str) -> None:
     """Note whose copies these are. Raises OtherRunError when there are some of another run."""

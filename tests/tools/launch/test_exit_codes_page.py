@@ -62,4 +62,4 @@ def test_what_the_page_says_about_restarts_is_so() -> None:
     for launcher, variable in (("launch/multinode.sh", "RESTARTS"), ("launch/slurm.sbatch", "REQUEUES")):
         (default,) = re.findall(rf"`{variable}` times \(default: (\d+)\)", RESTARTS[launcher])
         assert "${" + f"{variable}:-{default}" + "}" in (ROOT / launcher).read_text()
-    assert f"in {MOST_STARTS}\nstarts" in TEXT
+    assert f"in {MOST_STARTS} starts" in TEXT

@@ -325,7 +325,7 @@ def test_start_takes_the_gpus_of_this_machine(
 def test_start_refuses_more_gpus_than_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     message = refused("--start", "--gpus-per-node", "4")
-    assert "--gpus-per-node: given 4; allowed: at most 2, the GPUs of this machine" in message
+    assert "--gpus-per-node: given 4; allowed: 1 to 2, the GPUs of this machine" in message
     assert launch("--gpus-per-node", "4", *ANY_NUMBER).endswith(" --gpus 4\n")
 
 

@@ -124,6 +124,29 @@ def test_a_node_that_is_stopped_alone_keeps_no_launcher_waiting(tmp_path: Path) 
         assert "rror" not in output
 
 
+def test_a_launcher_that_no_longer_waits_for_the_others_says_nothing(tmp_path: Path) -> None:
+    """Not a traceback of torchrun's, though their ranks take longer, as rank 0 does that waits for wandb."""
+    program = "request.joined()\nprint('waiting', flush=True)\nwait()\nstop.report_stopped()"
+    command = launch_command(tmp_path, program)
+    (impatient := tmp_path / "impatient.py").write_text(
+        "import sys\nfrom moba_train.tools.launch import torchrun\n"
+        "torchrun.TOGETHER_S = 0.5\nsys.exit(torchrun.main(sys.argv[1:]))\n"
+    )
+    places = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "localhost", "--master-port", str(free_port())]
+    nodes = []
+    for number in (0, 1):
+        (folder := tmp_path / str(number)).mkdir()
+        options = [str(impatient), *places, "--node-rank", str(number), command[-1]]
+        nodes.append(ForkedProgram(options, folder / "output"))
+    for number, node in enumerate(nodes):
+        wait_for_ranks(node, tmp_path / str(number) / "output", 1)
+    for node in reversed(nodes):
+        node.send_signal(signal.SIGTERM)
+        output, _ = node.communicate(timeout=60)
+        assert node.returncode == 0, output
+        assert "rror" not in output
+
+
 @pytest.mark.parametrize("joined", ["", "request.joined();"], ids=["waits to join", "joined"])
 def test_a_rank_that_fails_asks_the_others_for_nothing_and_leaves_nothing_for_the_next_start(
     joined: str, tmp_path: Path
@@ -191,8 +214,8 @@ def test_moba_train_goes_through_the_launcher(run: Run, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("gpus", "ranks", "error"),
     [
-        (2, 99, "error: --gpus (--nproc-per-node, GPUS): given 99; allowed: at most 2, the GPUs of this machine\n"),
-        (0, 99, "given 99; allowed: at most 8, as this machine has no GPU: 8, or one for each core\n"),
+        (2, 99, "error: --gpus (--nproc-per-node, GPUS): given 99; allowed: 1 to 2, the GPUs of this machine\n"),
+        (0, 99, "given 99; allowed: 1 to 8, as no GPU is visible: 8, or one for each core\n"),
         (0, 8, ""),
         (2, 2, ""),
     ],
@@ -208,6 +231,18 @@ def test_more_ranks_than_the_machine_takes_are_refused_before_any_starts(
     assert done.exit_code == (2 if error else 0)
     assert done.output.endswith(error)
     assert bool(started) is not bool(error)
+
+
+def test_on_several_nodes_too_many_ranks_are_left_to_the_ranks_which_tell_the_other_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launcher that did not start would keep the others waiting for 900 s."""
+    started: list[str] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.distributed.run.main", started.extend)
+    place = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "localhost", "--master-port", str(free_port())]
+    assert launch([*place, "--nproc-per-node", "8", "-m", "moba_train.train", "recipe.yaml"]) == 0
+    assert started
 
 
 def test_an_error_ends_the_whole_launch_and_its_output(run: Run) -> None:
