@@ -25,16 +25,27 @@ Changes = dict[str, list[Any]]
 """[old value, new value] of each changed key, as JSON values; None where a key is not given."""
 
 
+_HOLDS_NOW = {"nesterov": True, "steps": 5, "temperature": 1.0, "counted": "loss_tokens"}
+"""What holds in place of keys that are gone, and with which training went another way where they had other values."""
+
+
 def recipe_changes(before: str, recipe: str) -> Changes:
     """The keys in which `recipe`, which `dump_config` wrote, differs from `before`, which that of any version wrote.
 
-    A key that `before` does not know, because its version was older, counts with its default.
+    A key that `before` does not know, because its version was older, counts with its default. Of keys that are gone
+    since, those count with which training was another one.
     """
+    written = _values(before)
     with contextlib.suppress(ConfigError):  # a recipe that this version cannot read is compared as it is written
         before = dump_config(parse_config(before, "the recipe before"))
     old, new = _values(before), _values(recipe)
     _add_default_options(_attention(old), _attention(new))
-    return {key: [was, now] for key, was, now in differences(old, new)}
+    changes = {key: [was, now] for key, was, now in differences(old, new)}
+    for key, was, _ in differences(written, old):
+        name = key.rpartition(".")[2]
+        if name in _HOLDS_NOW and was not in (None, _HOLDS_NOW[name]):
+            changes[key] = [was, _HOLDS_NOW[name]]
+    return changes
 
 
 def describe_changes(changes: Changes) -> str:

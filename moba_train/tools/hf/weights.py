@@ -241,7 +241,8 @@ def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFo
     if problems:
         shown = problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20)
         raise CheckpointError(
-            f"{files.folder}: the weights are not those of its config.json:\n" + "\n".join(f"  - {p}" for p in shown)
+            f"{files.folder}: the weights are not those of its config.json, as this version of moba_train "
+            "reads it:\n" + "\n".join(f"  - {p}" for p in shown)
         )
 
 

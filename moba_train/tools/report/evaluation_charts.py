@@ -187,14 +187,22 @@ def _needle_map(run: Shown, result: Result, attention: str, by_length: list[list
     data = result.data
     depths = [f"{depth:g} %" for depth in data["depths"]]
     title = run.titled(f"Needle, {attention} attention{how}")
-    several = f"{data['needles']} needles, " if data["needles"] > 1 else ""
+    keys = data.get("keys", data["needles"])  # earlier versions also hid needles that they did not ask for
+    several = f"{data['needles']} of {keys} needles, " if keys > data["needles"] else ""
+    several = f"{keys} needles, " if not several and keys > 1 else several
     note = (
         f"Share of samples with every token right, after step {result.step:,}: {several}{data['samples']} samples per "
-        "cell."
+        f"cell{_former_conditions(data)}."
     )
     layout = _trained_mark(data["lengths"], data["trained_length"]) | {"yaxis": {"title": "depth"}}
     key = f"needle-{run.index}-{len(how)}-{_safe(attention)}"
     return _share_map(key, title, note, _rows(by_length), length_names(data["lengths"]), depths, layout)
+
+
+def _former_conditions(data: dict[str, Any]) -> str:
+    """What an earlier version's questions had in another way, for a note; empty if nothing."""
+    seed = f", seed {data['seed']}" if data.get("seed") else ""
+    return f"{seed}, {data['haystack']} haystack" if data.get("haystack", "natural") != "natural" else seed
 
 
 def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
@@ -246,7 +254,8 @@ def lm_eval_charts(runs: Sequence[Shown]) -> list[Chart]:
 def _tasks(run: Shown, result: Result, attention: str, scoring: str, by_task: dict[str, list[float]]) -> Chart:
     data = result.data
     title = run.titled(f"{_BY_TASKS[result.name]}, {attention} attention, {scoring.replace('_', ' ')}")
-    note = f"After step {result.step:,}: {data['samples']} samples of each task and length."
+    note = f"After step {result.step:,}: {data['samples']} samples of each task and length"
+    note += f"{_former_conditions(data)}."
     key = f"{result.name}-{run.index}-{_safe(attention)}-{_safe(scoring)}"
     layout = _trained_mark(data["lengths"], data["trained_length"])
     return _share_map(

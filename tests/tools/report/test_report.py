@@ -117,6 +117,18 @@ def test_a_needle_map_has_its_lengths_depths_and_the_trained_length(recorded: Pa
     assert chart["layout"]["shapes"][0]["x0"] == 2.5  # between 256, which was trained, and 512
 
 
+def test_notes_say_how_an_earlier_version_asked_in_another_way(recorded: Path) -> None:
+    (path,) = (recorded / "evaluations").glob("*.json")
+    assert ": 8 samples per cell." in render([read_history(recorded)], 2e9)
+    found = json.loads(path.read_text())
+    found["needle"] |= {"keys": 4, "seed": 7, "haystack": "synthetic"}
+    found["ruler"]["seed"] = 8
+    path.write_text(json.dumps(found))
+    page = render([read_history(recorded)], 2e9)
+    assert ": 1 of 4 needles, 8 samples per cell, seed 7, synthetic haystack." in page
+    assert ": 8 samples of each task and length, seed 8." in page
+
+
 def test_evaluations_in_training_are_drawn_as_those_of_the_command(recorded: Path) -> None:
     """Their events hold the data under the names that the evaluations give."""
     drawn = charts(recorded)
