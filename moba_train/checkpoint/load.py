@@ -179,8 +179,7 @@ def _check(
         shown = problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20)
         raise CheckpointError(
             f"checkpoint {path} does not fit; use the recipe it was saved with, and the version of "
-            "moba_train if that recipe has keys that are gone:\n"
-            + "\n".join(f"  - {p}" for p in shown)
+            "moba_train if that recipe has keys that are gone:\n" + "\n".join(f"  - {p}" for p in shown)
         )
 
 

@@ -26,7 +26,7 @@ Changes = dict[str, list[Any]]
 
 
 _HOLDS_NOW = {"nesterov": True, "steps": 5, "temperature": 1.0, "counted": "loss_tokens"}
-"""What holds in place of keys that are gone, and with which training went another way where they had other values."""
+"""Values that hold for keys that are gone: with other ones training went another way."""
 
 
 def recipe_changes(before: str, recipe: str) -> Changes:

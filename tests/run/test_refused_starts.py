@@ -42,7 +42,8 @@ def test_what_ranks_find_together_is_said_once(run: Run, spoil: Callable[[Run], 
     assert process.returncode == code, output
     said, *in_report = [line.strip() for line in output.splitlines() if named in line]
     assert said.startswith("error: ")
-    assert in_report == ([] if launcher == OURS else 2 * [f"traceback : {said}"])
+    # Of one rank or of both: torchrun may end the second before it has written the reason.
+    assert {*in_report} == (set() if launcher == OURS else {f"traceback : {said}"})
 
 
 IMPATIENT = """

@@ -200,7 +200,7 @@ def _needle_map(run: Shown, result: Result, attention: str, by_length: list[list
 
 
 def _former_conditions(data: dict[str, Any]) -> str:
-    """What an earlier version's questions had in another way, for a note; empty if nothing."""
+    """Conditions of an earlier version's questions that are gone, for a note; empty if there are none."""
     seed = f", seed {data['seed']}" if data.get("seed") else ""
     return f"{seed}, {data['haystack']} haystack" if data.get("haystack", "natural") != "natural" else seed
 
