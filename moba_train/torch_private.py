@@ -106,6 +106,15 @@ def dump_flight_record(cuda: bool) -> bytes:
     return dump()
 
 
+def meet_agents(own: Any, agents: int, timeout_s: float) -> None:
+    """Enter the barrier in which torchrun's agents wait for each other at their end; `own`: the agent's store.
+    Tried with torch 2.13. Without it: launchers wait 300 s for a node that was stopped alone (launch/torchrun.py)."""
+    from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
+    from torch.distributed.elastic.utils import store
+
+    store.barrier(own, agents, _TERMINAL_STATE_SYNC_ID, timeout_s)
+
+
 def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of this rank's part of a DTensor, and where it begins. Tried with torch 2.11 and 2.13. Without it: first
     weights and published ones cannot be read or drawn shard by shard (model/build.py, hf/weights.py)."""

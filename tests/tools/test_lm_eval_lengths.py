@@ -16,7 +16,7 @@ pytest.importorskip("lm_eval")
         (["ruler_vt"], 4096, "task ruler_vt: its solved example has [0-9]+ tokens .* 500 are possible"),
         (["ruler"], 1024, "task ruler_vt"),
         (["ruler_cwe"], 1024, "task ruler_cwe: its smallest sample .* samples of 1024; give other --lengths"),
-        (["ruler_fwe", "ruler_cwe"], 8192, None),
+        (["ruler_fwe", "ruler_cwe"], 16384, None),
     ],
 )
 def test_ruler_generators_that_would_never_end_are_refused(names: list[str], length: int, problem: str | None) -> None:

@@ -206,10 +206,9 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
     not enter. Here it does, so that no launcher waits for a node that was stopped alone.
     """
     from torch.distributed import DistError
-    from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID, WorkerState
+    from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
-    from torch.distributed.elastic.utils import store
 
     codes: dict[int, int | None] = {}
     start = PContext.start
@@ -255,8 +254,10 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
             thread.join()
 
     def meet(own: Any, size: int) -> None:
+        from moba_train.torch_private import meet_agents
+
         with suppress(DistError):
-            store.barrier(own, size, _TERMINAL_STATE_SYNC_ID, TOGETHER_S)
+            meet_agents(own, size, TOGETHER_S)
 
     PContext.start = start_afresh  # type: ignore[method-assign]  # torchrun calls these three by name
     PContext.close = close_in_order  # type: ignore[method-assign,assignment]  # all are of this class
