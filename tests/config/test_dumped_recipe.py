@@ -2,17 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 import yaml
 
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.moba.moba_kind import MobaKind
-from moba_train.config.base import SAVED
-from moba_train.config.explain import section_of, walk
 from moba_train.config.load import dump_config, load_config, parse_config
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import timed, used_kinds
-from moba_train.errors import ConfigError
 from tests.resolved import stages_of
 from tests.small_recipe import Load, Write
 
@@ -33,31 +28,6 @@ def test_a_dumped_recipe_loads_back_to_the_same_run(load: Load, write: Write) ->
     assert again == config
     assert stages_of(again) == stages_of(config)
     assert dump_config(again) == dump_config(config)
-
-
-def test_the_recipe_of_an_older_checkpoint_is_read_without_the_keys_that_are_gone(load: Load, write: Write) -> None:
-    """It gives every key of its version. In a recipe of somebody's own they are refused, with what holds instead."""
-    config = load("attention.default=nsa", "stages.1.distill={}", "evaluation.needle={}")
-    old = yaml.safe_load(dump_config(config))
-    old["health"] |= {"rerun": {"max_transient": 1}, "max_restarts_without_progress": 20}
-    old["attention"]["nsa"] |= {"separate_kv": True, "hidden": None}
-    old["stages"][1]["distill"] |= {"temperature": 1.0}
-    old["evaluation"]["needle"] |= {"haystack": "natural", "seed": 0}
-    assert parse_config(yaml.safe_dump(old), "the checkpoint") == config
-    with pytest.raises(ConfigError) as error:
-        load_config(write("old.yaml", yaml.safe_dump(old)))
-    assert "health.rerun: unknown key (gone: a fourth transient fault" in str(error.value)
-    for key in ("attention.nsa.hidden", "stages[1].distill.temperature", "evaluation.needle.seed"):
-        assert f"{key}: unknown key (gone: " in str(error.value)
-
-
-def test_every_section_may_be_saved_with_the_keys_that_it_had() -> None:
-    found = {section_of(field.annotation) for _, field in walk(RunConfig)}
-    sections = [section for section in found if section is not None and section.not_here]
-    assert len(sections) > 12
-    for section in sections:
-        assert not section.not_here.keys() & section.fields().keys(), section
-        assert section.model_validate(dict.fromkeys(section.not_here), context=SAVED) == section()
 
 
 def test_a_recorded_run_of_an_earlier_version_is_read() -> None:

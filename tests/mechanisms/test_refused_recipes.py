@@ -195,3 +195,29 @@ def test_the_plan_counts_the_experts_that_a_token_passes_through(load: Load) -> 
     )
     assert part.shard == whole.shard
     assert whole.blocks[0] - part.blocks[0] == 3 * 32 * 3 * 128 * 48 // 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            [
+                "stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 9M}",
+                "stages.1.attention={default: moba_v1}",
+            ],
+            "stages[1].until.trailing_loss_recovered.reference: given 'full', but layers of moba_v1 have no full atten",
+        ),
+        (
+            [
+                "stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 9M}",
+                "stages.1.attention={default: lightning}",
+                "attention.overrides={}",
+            ],
+            "stages[1].until.trailing_loss_recovered.reference: given 'full', but full attention would change no ",
+        ),
+    ],
+)
+def test_criteria_against_full_attention_need_a_kind_that_has_another_one(
+    load: Load, overrides: list[str], problem: str
+) -> None:
+    assert_refused(load(*overrides), problem)

@@ -2,8 +2,6 @@
 
 import pytest
 
-from moba_train.errors import ConfigError
-from moba_train.resolve.recipe import resolve
 from tests.resolve.refusals import assert_refused
 from tests.small_recipe import Load
 
@@ -34,21 +32,6 @@ from tests.small_recipe import Load
                 "evaluation.position_wise={}",
             ],
             "stages[0].until.metric: given 'trailing_gap', but all layers of stage 'short' have full attention, ",
-        ),
-        (
-            [
-                "stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 9M}",
-                "stages.1.attention={default: moba_v1}",
-            ],
-            "stages[1].until.trailing_loss_recovered.reference: given 'full', but layers of moba_v1 have no full atten",
-        ),
-        (
-            [
-                "stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 9M}",
-                "stages.1.attention={default: lightning}",
-                "attention.overrides={}",
-            ],
-            "stages[1].until.trailing_loss_recovered.reference: given 'full', but full attention would change no ",
         ),
         (
             ["stages.1.until={max_tokens: 9M}"],
@@ -116,19 +99,3 @@ from tests.small_recipe import Load
 )
 def test_what_cannot_be_evaluated_or_waited_for_is_refused(load: Load, overrides: list[str], problem: str) -> None:
     assert_refused(load(*overrides), problem)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["evaluation.longppl={}", "data.validation=[{path: v}]"],
-        ["stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 9M}"],
-        ["stages.1.distill={}"],
-    ],
-)
-def test_a_model_that_an_earlier_version_trained_is_read(load: Load, overrides: list[str]) -> None:
-    """Such versions trained kinds without full attention with what needs it."""
-    config = load("stages.1.attention={default: nsa}", "attention.overrides={}", *overrides)
-    with pytest.raises(ConfigError, match="layers of nsa have no full attention"):
-        resolve(config)
-    resolve(config, allow_idle=True)

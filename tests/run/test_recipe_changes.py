@@ -116,18 +116,6 @@ def test_recipes_of_other_versions_are_compared(run: Run) -> None:
     assert list(recipe_changes("no: [recipe", dump_config(config))) == [""]
 
 
-def test_keys_that_are_gone_are_changes_where_training_was_another_one(run: Run) -> None:
-    run.recipe["optim"] |= {"kind": "muon", "muon": {}}
-    run.recipe["stages"][1]["distill"] = {}
-    config = load_config(run.write_recipe())
-    values: dict[str, Any] = json.loads(json.dumps(parse_yaml(dump_config(config), "")))
-    values["optim"]["muon"] |= {"nesterov": True, "steps": 3}
-    values["stages"][1]["distill"] |= {"temperature": 2.0}
-    values["health"]["max_restarts_without_progress"] = 7
-    changes = recipe_changes(json.dumps(values), dump_config(config))
-    assert changes == {"optim.muon.steps": [3, 5], "stages[1].distill.temperature": [2.0, 1.0]}
-
-
 def test_long_changes_are_shortened() -> None:
     text = describe_changes({f"key{index}": [["x" * 1000] * 1000, None] for index in range(30)})
     assert len(text) < MOST_SHOWN * 1000
