@@ -45,6 +45,7 @@ def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, i
     """Send `what` to rank 1 of two that share a sequence: when, exit code, output, seconds until the end."""
     run.recipe["stages"][1]["tokens"] = "10M"
     run.recipe["parallel"] = {"cp": 2, "cp_transport": "ring", "timeout": TIMEOUT_S}
+    run.recipe["checkpoint"]["every"] = 1_000_000  # a save that is under way is given up after timeouts of its own
     launcher = run.start_on_gpu(2) if gpu else run.start(2)
     try:
         deadline = time.monotonic() + 90
