@@ -161,7 +161,7 @@ def gemma() -> tuple[Transformer, tuple[LayerAttention, LayerAttention]]:
 
 @torch.no_grad()
 def test_capped_scores_stay_below_their_cap() -> None:
-    """Where full attention takes the layers' place in evaluations, teachers, answers and new tokens."""
+    """Evaluations, teachers, answers and new tokens take it in the layers' place."""
     model, (near, far) = gemma()
     assert with_full((near, far)) == {"capped": (near, far), "full": (far, far)}
     assert variants((far, far), (far, far), "full") == {"capped": (far, far)}
